@@ -1,6 +1,6 @@
 """Sessions that are values: talk to a server by OpenAI's client, fork a session, move it to another server.
 
-    pip install 'unrolled[serve]' openai
+    pip install '.[serve]' openai
     python examples/serving.py
 
 Two servers run on this machine, each with a store of its own, as if they were two machines. They serve the
@@ -13,7 +13,7 @@ import sys
 import time
 from contextlib import contextmanager
 
-import httpx
+import httpx2 as httpx
 from openai import OpenAI
 
 
@@ -47,7 +47,7 @@ def say(client, line, state=None):
         model="text", prompt=line, max_tokens=200, temperature=0.7, seed=1, stop="\n\n", extra_body=options
     )
     details = answer.usage.prompt_tokens_details
-    print(f"{line.strip()}{answer.choices[0].text}")
+    print(f"{line.strip()}\n{answer.choices[0].text}")
     print(f"    [{details.cached_tokens} of {answer.usage.prompt_tokens} tokens were not read again]\n")
     return answer.choices[0].text, answer.state
 

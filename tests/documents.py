@@ -39,11 +39,17 @@ def blocks(page: Path, *languages: str) -> list[Block]:
     return [block for block in found if block.language in languages]
 
 
-def run(page: Path) -> None:
-    """Run the Python of a page from top to bottom in one namespace, under the page's own line numbers."""
+def run(page: Path, server: str = "") -> None:
+    """Run the Python of a page from top to bottom in one namespace, under the page's own line numbers.
+
+    Args:
+        page: of Markdown.
+        server: an address, in the place of the one that `unrolled serve` has by default.
+    """
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page, "python"):
-        exec(compile("\n" * (block.line - 1) + block.text, page, "exec"), namespace)
+        text = block.text.replace("http://127.0.0.1:8000", server) if server else block.text
+        exec(compile("\n" * (block.line - 1) + text, page, "exec"), namespace)
 
 
 def commands(page: Path) -> list[list[str]]:

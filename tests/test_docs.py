@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import re
+import subprocess
 import sys
 from html import escape
 
@@ -28,7 +29,19 @@ def elsewhere(tmp_path, monkeypatch):
 @pytest.mark.documents
 @pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.stem)
 def test_the_python_runs(page):
-    run(page)
+    if page.stem != "serving":
+        run(page)
+        return
+    command = [sys.executable, "-m", "unrolled", "serve", "--demo", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            [address] = re.findall(
+                "serving text, digits at (.*)", process.stderr.readline() + process.stderr.readline()
+            )
+            run(page, server=address)
+        finally:
+            process.terminate()
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

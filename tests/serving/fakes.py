@@ -52,6 +52,9 @@ class FakeStates:
             raise UnknownState(id)
         return self.kept[id]
 
+    def __contains__(self, id: str) -> bool:
+        return id in self.kept
+
     def delete(self, id: str) -> bool:
         return self.kept.pop(id, None) is not None
 
@@ -105,7 +108,7 @@ class FakeEngine:
         fails: Exception | None = None,
     ) -> None:
         self.vocab_size, self.script, self.block, self.pause = vocab_size, script, block, pause
-        self.most, self.fails, self.stopping = most, fails, False
+        self.most, self.fails, self.stopping, self.alive = most, fails, False, True
         self.jobs: list[Job] = []
         self.runner = FakeRunner()
         self.waiting = 0

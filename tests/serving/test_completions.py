@@ -195,3 +195,13 @@ def test_states_that_cannot_be_continued() -> None:
 )
 def test_forms_of_prompts(given: Any, expected: Any) -> None:
     assert CompletionRequest(model="m", prompt=given).prompts == expected
+
+
+def test_every_chunk_tells_the_usage_where_it_is_asked_for() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last, _ = streamed(client(), prompt="abc", max_tokens=30, stream_options=options)
+    counts = [x["usage"]["completion_tokens"] for x in chunks]
+    assert len(counts) > 2
+    assert counts == sorted(counts)
+    assert counts[-1] == last["usage"]["completion_tokens"] == 30
+    assert {x["usage"]["prompt_tokens"] for x in chunks} == {3}

@@ -381,3 +381,39 @@ def test_a_state_of_another_model_is_refused():
         asyncio.run(go(engines[1], Job([1], 3, state=state)))
     for engine in engines:
         engine.drain(5)
+
+
+def test_a_request_among_31_others_leaves_the_same_bits_as_alone():
+    model = decoder(**MODELS["hybrid"])
+
+    async def go(others):
+        engine = made(model, chunk=8)
+        runs = [engine.submit(job(model, [k % V] * (k + 1), 40, seed=k)) for k in range(others)]
+        own = await result(engine.submit(job(model, list(range(30)), 40, seed=9, keep=True)))
+        for run in runs:
+            run.cancel()
+        engine.drain(5)
+        return own
+
+    alone, among = asyncio.run(go(0)), asyncio.run(go(31))
+    assert alone[0] == among[0]
+    assert alone[3].snapshots == among[3].snapshots
+
+
+def test_nobody_waits_for_an_engine_that_failed(monkeypatch):
+    model = decoder()
+    engine = made(model, rows=1)
+
+    async def go():
+        runs = [engine.submit(job(model, [1], 10**6)) for _ in range(2)]
+        await anext(aiter(runs[0]))
+        monkeypatch.setattr(engine, "_drop", None)
+        for run in runs:
+            with pytest.raises(EngineError, match="the engine failed"):
+                await result(run)
+        engine._thread.join()
+        assert not engine.alive
+        with pytest.raises(StoppingError):
+            engine.submit(job(model, [1], 1))
+
+    asyncio.run(go())

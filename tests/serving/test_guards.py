@@ -5,12 +5,9 @@ import logging
 from pathlib import Path
 
 import pytest
-from fastapi import FastAPI
 from serving.clients import client, error, post
 from serving.fakes import FakeEngine, pixel_model, served
-from starlette.testclient import TestClient
 
-from unrolled.serving.routes.page import add_page
 from unrolled.serving.settings import Settings, read_keys
 
 
@@ -103,22 +100,11 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
         read_keys(path)
 
 
-def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
-    app, folder = FastAPI(), tmp_path / "page"
-    folder.mkdir()
-    (folder / "index.html").write_text("<p>hello")
-    (folder / "page.js").write_text("1")
-    (tmp_path / "secret").write_text("secret")
-    add_page(app, folder)
-    http = TestClient(app)
-    for address, content in (("/", "<p>hello"), ("/page/index.html", "<p>hello"), ("/page/page.js", "1")):
-        answer = http.get(address)
-        assert (answer.status_code, answer.text) == (200, content)
-        assert answer.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self';")
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        assert answer.headers["referrer-policy"] == "no-referrer"
-    for address in ("/page/../secret", "/page/%2e%2e/secret", "/page/none.js"):
-        assert http.get(address).status_code == 404
+@pytest.mark.parametrize("address", ["/", "/page/index.html"])
+def test_the_page_tells_nobody_where_it_is_and_is_what_it_says(address: str) -> None:
+    headers = client().get(address).headers
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
 
 
 def test_each_request_has_a_line_and_an_id(caplog: pytest.LogCaptureFixture) -> None:
@@ -175,6 +161,7 @@ def test_models_are_described() -> None:
         "digest": "ab" * 32,
         "kind": "text",
         "shape": None,
+        "levels": None,
         "state_bytes": 1_000,
         "state_bytes_per_token": 10,
         "max_model_len": None,
@@ -184,7 +171,7 @@ def test_models_are_described() -> None:
         "weights": "fp32",
     }
     digits = found["data"][1]["unrolled"]
-    assert (digits["kind"], digits["shape"], digits["max_model_len"]) == ("image", [3, 4], 12)
+    assert [digits[x] for x in ("kind", "shape", "levels", "max_model_len")] == ["image", [3, 4], 16, 12]
     with pytest.raises(ValueError, match="models have the names"):
         client(served(), served())
 
@@ -207,3 +194,33 @@ def test_a_server_that_stops_is_not_ready() -> None:
     http.app.state.service.ready = False  # type: ignore[attr-defined]
     assert error(http.get("/ready"), 503)["code"] == "stopping"
     assert http.get("/health").json() == {"status": "ok"}
+
+
+def test_a_server_whose_engine_failed_is_not_healthy() -> None:
+    engine = FakeEngine()
+    http = client(served(engine))
+    engine.alive = False
+    assert "book does not run" in error(http.get("/health"), 503)["message"]
+
+
+def test_openapi_names_the_models() -> None:
+    http = client(served(), pixel_model())
+    for _ in range(2):
+        schemas = http.get("/openapi.json").json()["components"]["schemas"]
+        assert schemas["CompletionRequest"]["properties"]["model"]["enum"] == ["book", "digits"]
+        assert schemas["TokenizeRequest"]["properties"]["model"]["enum"] == ["book", "digits", None]
+
+
+def test_requests_are_traced_where_opentelemetry_is_set_up() -> None:
+    trace = pytest.importorskip("opentelemetry.sdk.trace")
+    from opentelemetry import trace as api
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), trace.TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    api.set_tracer_provider(provider)
+    client().get("/v1/models/book", headers={"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"})
+    [span] = exporter.get_finished_spans()
+    assert span.name == "GET /v1/models/{id}"
+    assert f"{span.context.trace_id:x}" == "a" * 32

@@ -64,11 +64,11 @@ def talking(engine: Any = None, **changes: Any) -> Any:
         ({"top_k": 0}, "top_k", "top_k: input should be greater than or equal to 1"),
         ({"n": 129}, "n", "n: input should be less than or equal to 128"),
         ({"seed": 2**63}, "seed", "seed: input should be less than 9223372036854775808"),
-        ({"stop": ""}, "stop", "stop must be a text, or a list of up to 16 texts, none of them empty"),
+        ({"stop": ""}, "stop", "stop must be a text of 1 to 1,000 characters, or a list of up to 16"),
         (
             {"stop": ["a"] * 17},
             "stop",
-            "stop must be a text, or a list of up to 16 texts, none of them empty",
+            "stop must be a text of 1 to 1,000 characters, or a list of up to 16",
         ),
         ({"logprobs": 21}, "logprobs", "logprobs: input should be less than or equal to 20"),
         ({"stream_options": {}}, "stream_options", "stream_options is given, but requires stream"),
@@ -319,6 +319,8 @@ def test_unknown_addresses_and_methods() -> None:
     answer = http.get(COMPLETIONS)
     assert error(answer, 405)
     assert answer.headers["allow"] == "POST"
+    assert http.post(f"/v1/states/{'0' * 64}").headers["allow"] == "GET, PUT, DELETE"
+    assert http.post("/").headers["allow"] == "GET"
 
 
 def test_large_bodies() -> None:

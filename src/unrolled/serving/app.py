@@ -19,13 +19,14 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from unrolled.serving.gone import GoneError
 from unrolled.serving.guards import Bodies, Keys
 from unrolled.serving.logs import Logged
 from unrolled.serving.model import Served
+from unrolled.serving.openapi import describe_models
 from unrolled.serving.protocol.errors import ApiError, error_body, of_validation
 from unrolled.serving.routes import chat, completions, images, models, operation, states, tokens
 from unrolled.serving.routes.page import add_page
-from unrolled.serving.runs import GoneError
 from unrolled.serving.service import Service
 from unrolled.serving.settings import Settings
 from unrolled.serving.states import States
@@ -47,10 +48,17 @@ def make_app(served: Sequence[Served], states: States, settings: Settings) -> Fa
         ValueError: two models have one name.
     """
     service = Service.of(served, states, settings)
-    app = FastAPI(title="unrolled", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    exported = "OTEL_EXPORTER_OTLP_ENDPOINT" in os.environ and _has("opentelemetry.exporter.otlp.proto.http")
+    app = FastAPI(
+        title="unrolled",
+        docs_url=None,
+        redoc_url=None,
+        telemetry={"auto_configure": exported, "logs": False, "operation_spans": False},
+    )
     app.state.service = service
     for module in ROUTES:
         app.include_router(module.router, responses={"4XX": _error_schema(), "5XX": _error_schema()})
+    describe_models(app, list(service.models))
     add_page(app)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_validation)
@@ -69,10 +77,6 @@ def make_app(served: Sequence[Served], states: States, settings: Settings) -> Fa
     if settings.loopback:  # so that no page whose name was made to point here can ask (DNS rebinding)
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_HOSTS, www_redirect=False)
     app.add_middleware(Logged, metrics=service.metrics)
-    if "OTEL_EXPORTER_OTLP_ENDPOINT" in os.environ and _has("opentelemetry.instrumentation.asgi"):
-        from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
-
-        app.add_middleware(OpenTelemetryMiddleware)
     return app
 
 
@@ -81,7 +85,17 @@ async def _on_http(request: Request, error: Exception) -> Response:
         return error.response()
     assert isinstance(error, HTTPException)
     body = error_body(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-    return JSONResponse(body, error.status_code, error.headers)
+    return JSONResponse(
+        body, error.status_code, _allowed(request) if error.status_code == 405 else error.headers
+    )
+
+
+def _allowed(request: Request) -> dict[str, str]:
+    """Return the header that names the methods of an address: each has a route, which knows its own only."""
+    operations = request.app.openapi()["paths"].get(
+        getattr(request.scope.get("route"), "path", ""), {"get": {}}
+    )
+    return {"allow": ", ".join(method.upper() for method in operations)}
 
 
 async def _on_validation(request: Request, error: Exception) -> Response:

@@ -127,6 +127,11 @@ class Engine:
         return len(self._waiting)
 
     @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
     def active(self) -> int:
         """Continuations that are being drawn."""
         return self._writing.active
@@ -165,17 +170,21 @@ class Engine:
     def _work(self) -> None:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
-        while self._wait():
-            self._drop()
-            self._admit()
-            self._read()
-            self._draw()
-            self._tell()
-        for run in list(self._running):
-            self._fail(run, StoppingError("the server is shutting down"))
+        error: EngineError = StoppingError("the server is shutting down")
+        try:
+            while self._wait():
+                self._drop()
+                self._admit()
+                self._read()
+                self._draw()
+                self._tell()
+        except Exception:  # nobody may wait for an engine that does not run
+            _LOG.exception("the engine failed")
+            error = EngineError("the engine failed")
         with self._changed:
-            for entry in self._waiting.remove(lambda _: True):
-                self._told.append((entry.run, StoppingError("the server is shutting down")))
+            self._draining = True
+            left = [*self._running, *(entry.run for entry in self._waiting.remove(lambda _: True))]
+        self._told += [(run, error) for run in left]
         self._tell()
 
     def _wait(self) -> bool:

@@ -13,8 +13,9 @@ from unrolled.contract import Recurrent, UnsupportedError
 from unrolled.data import Vocabulary
 from unrolled.decode import Plan, load, load_model, packed_form, plan
 from unrolled.decode.packing import LAYOUT, Weights
-from unrolled.decode.saving import VERSION
+from unrolled.decode.saving import VERSION, Unfilled
 from unrolled.files import read_object
+from unrolled.models import Decoder
 from unrolled.models.saving import CONFIG_FILE, PLAN_FILE, WEIGHTS_FILE
 from unrolled.ops import native
 from unrolled.serving.engine import Engine
@@ -184,6 +185,8 @@ def _description(model: Any, form: str) -> dict[str, Any]:
     attention = getattr(model.config, "attention", None) or type(model).__name__
     mechanisms = [attention] if isinstance(attention, str) else list(dict.fromkeys(attention))
     found: dict[str, Any] = {"mechanisms": mechanisms, "weights": "fp32" if form == "model" else form}
-    if isinstance(model, nn.Module):
-        found["parameters"] = sum(x.numel() for x in model.parameters())
+    if isinstance(model, Plan):
+        with Unfilled():
+            model = Decoder(model.config)
+    found["parameters"] = sum(x.numel() for x in model.parameters())
     return found

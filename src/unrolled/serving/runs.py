@@ -2,27 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-from starlette.requests import Request
-from starlette.types import Receive
+from typing import Any
 
 from unrolled.decode.request import Sampling, random_keys
-from unrolled.serving.jobs import Drawn, Event, Finished, Job, Prompted, Run
+from unrolled.serving.jobs import Drawn, EngineError, Event, Finished, Job, Prompted, Run
 from unrolled.serving.logs import Record
 from unrolled.serving.model import Served
 from unrolled.serving.protocol.errors import ApiError, invalid, of_engine
 from unrolled.serving.service import Service
 from unrolled.serving.snapshot import Snapshot
-
-Result = TypeVar("Result")
-
-
-class GoneError(Exception):
-    """The client has gone away."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +113,8 @@ class Runs:
         except ApiError:
             raise
         except Exception as error:
+            if isinstance(error, EngineError) and _damaged(self.asked.state):
+                raise invalid("the state holds NaN", "state", "damaged_state") from error
             raise of_engine(error) from error
         finally:
             self.cancel()
@@ -156,32 +148,6 @@ class Runs:
         return now
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await something, but no longer than the client is there.
-
-    Raises:
-        GoneError: the client went away; the work was cancelled.
-    """
-    task = asyncio.create_task(work)
-    gone = asyncio.create_task(until_gone(request.receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise GoneError
-        return task.result()
-    finally:
-        for each in (task, gone):
-            each.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await each
-
-
-async def until_gone(receive: Receive) -> None:
-    """Return once the client has gone away; the body must have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 def room(served: Served, length: int, asked: int | None, default: int, param: str) -> int:
     """Return the number of new tokens that a sequence may get.
 
@@ -207,6 +173,11 @@ def room(served: Served, length: int, asked: int | None, default: int, param: st
             "context_length_exceeded",
         )
     return min(default, left) if asked is None else asked
+
+
+def _damaged(state: Snapshot | None) -> bool:
+    """Whether a state that a client has made up may be why the engine failed."""
+    return state is not None and any(bool(x.isnan().any()) for x in state.tensors.values())
 
 
 async def _merged(runs: Sequence[Run]) -> AsyncIterator[tuple[int, Event]]:

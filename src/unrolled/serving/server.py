@@ -58,7 +58,7 @@ async def _serve(
         app,
         address=address,
         port=port,
-        interface=Interfaces.ASGINL,
+        interface=Interfaces.ASGI,
         http=HTTPModes.http1,
         websockets=False,
         backlog=CONNECTIONS,

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from unrolled.serving.gone import unless_gone, until_gone
 from unrolled.serving.protocol.errors import ApiError
-from unrolled.serving.runs import unless_gone, until_gone
 
 Chunks = AsyncGenerator[dict[str, Any], None]
 DONE = b"data: [DONE]\n\n"

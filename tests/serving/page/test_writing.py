@@ -80,6 +80,8 @@ def test_a_change_further_up_forks_there(person, stub):
     person.opens()
     root = person.writes("One evening")
     whole = person.writes(" the sea")
+    person.sets("text", whole[:-1])  # less by one letter: the last piece is not whole
+    assert "branch after “One evening" in person["hint"].text
     changed = root + " nobody"
     person.sets("text", changed)
     assert person["go-label"].text == "Fork here"
@@ -152,6 +154,7 @@ def test_a_stopped_text_is_kept_and_read_again_by_the_next_piece(person, stub):
     stub.pause = 0.02
     person.opens()
     root = person.writes("One evening")
+    person.sets("max_tokens", "600")
     person["text"].send_keys(" the sea")
     person["go"].click()
     wait_for(person.browser, lambda _: len(person.text()) > len(root) + 20)
@@ -172,14 +175,15 @@ def test_a_stopped_text_is_kept_and_read_again_by_the_next_piece(person, stub):
 def test_what_has_come_when_the_page_is_left_is_kept(person, stub):
     stub.pause = 0.02
     person.opens()
+    person.sets("max_tokens", "600")  # six seconds
     person["text"].send_keys("One evening")
     person["go"].click()
     wait_for(person.browser, lambda _: len(person.text()) > 30)
-    stub.pause = 0
     person.opens()
     assert len(person.rows()) == 1
     assert len(person.text()) > 30
     assert "kept no state here" in person["hint"].text
+    assert person.rows()[0].find_element("css selector", ".mark").text == "stopped"
 
 
 def test_buttons_keep_the_focus_while_they_have_nothing_to_do(person, stub):

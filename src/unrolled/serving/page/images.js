@@ -79,6 +79,7 @@ export class Images {
     this.made = Array.from({ length: n }, (_, i) => this.figure(i, given));
     $("made").replaceChildren(...this.made.map(({ figure }) => figure));
     $("no-made").hidden = true;
+    this.paint();
     const control = new AbortController();
     this.stop = () => control.abort();
     this.enable();

@@ -164,7 +164,7 @@ export class Writing {
   async run(base, typed) {
     const { view, model } = this;
     const { owner, body } = view.order(this.tree, base, typed);
-    const request = { model: model.id, ...body, ...settings("text"), keep: true, stream_options: { include_usage: true } };
+    const request = { model: model.id, ...body, ...settings("text"), keep: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
     const run = new Run(view.piece);
     const before = base?.length ?? 0;
     let frame = 0;

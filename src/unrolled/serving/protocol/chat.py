@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from unrolled.serving.protocol.fields import Body, Logprobs, TextContinuation, refuse_unless_neutral
+from unrolled.serving.protocol.fields import Body, Logprobs, TextContinuation, neutral
 
 MOST_TOKENS = 1_024
 """New tokens at most, where the request does not say."""
@@ -25,13 +25,12 @@ class Message(Body):
     name: str | None = Field(None, description="of no effect")
     refusal: str | None = Field(None, description="of no effect")
     annotations: list[Any] | None = Field(None, description="of no effect")
-    tool_calls: list[Any] | None = Field(None, description="must be left out")
-    function_call: dict[str, Any] | None = Field(None, description="must be left out")
-    audio: dict[str, Any] | None = Field(None, description="must be left out")
+    tool_calls: list[Any] | None = neutral([])
+    function_call: dict[str, Any] | None = neutral({})
+    audio: dict[str, Any] | None = neutral({})
 
     @model_validator(mode="after")
     def _check_message(self) -> Self:
-        refuse_unless_neutral(self, tool_calls=[], function_call={}, audio={})
         if self.content is None:
             raise ValueError("content is missing")
         return self
@@ -55,25 +54,16 @@ class ChatRequest(TextContinuation):
     messages: list[Message]
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
-    tools: list[Any] | None = Field(None, description="must be left out")
-    tool_choice: Any = Field(None, description="must be left out or 'none'")
-    functions: list[Any] | None = Field(None, description="must be left out")
-    function_call: Any = Field(None, description="must be left out or 'none'")
+    tools: list[Any] | None = neutral([])
+    tool_choice: Any = neutral("none")
+    functions: list[Any] | None = neutral([])
+    function_call: Any = neutral("none")
     response_format: ResponseFormat | None = None
-    modalities: list[str] | None = Field(None, description="must be left out or ['text']")
-    audio: dict[str, Any] | None = Field(None, description="must be left out")
+    modalities: list[str] | None = neutral(["text"])
+    audio: dict[str, Any] | None = neutral({})
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        refuse_unless_neutral(
-            self,
-            tools=[],
-            tool_choice="none",
-            functions=[],
-            function_call="none",
-            modalities=["text"],
-            audio={},
-        )
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs is given, but requires logprobs")
         if not self.messages and self.state is None:

@@ -4,7 +4,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from unrolled.serving.protocol.fields import Logprobs, TextContinuation, refuse_unless_neutral
+from unrolled.serving.protocol.fields import Logprobs, TextContinuation, neutral
 
 DEFAULT_TOKENS = 16
 
@@ -18,13 +18,12 @@ class CompletionRequest(TextContinuation):
     echo: bool | None = Field(None, description="begin the answer with the prompt")
     logprobs: Logprobs | None = None
     best_of: int | None = Field(None, description="must be n or 1")
-    suffix: str | None = Field(None, description="must be left out")
+    suffix: str | None = neutral("")
 
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
         if self.best_of not in (None, 1, self.n or 1):
             raise ValueError(f"best_of is not supported, and must be left out, 1 or n, {self.n or 1}")
-        refuse_unless_neutral(self, suffix="")
         return self
 
     @property

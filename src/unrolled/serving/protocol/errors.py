@@ -10,7 +10,7 @@ from unrolled.serving.jobs import BusyError, EngineError, StoppingError, TimedOu
 
 WANTED = {
     "prompt": "a text, a list of texts, token ids, or lists of token ids",
-    "stop": "a text, or a list of up to 16 texts, none of them empty",
+    "stop": "a text of 1 to 1,000 characters, or a list of up to 16",
     "content": "a text, or a list of parts of the type text",
 }
 """What fields want that take values of several types."""

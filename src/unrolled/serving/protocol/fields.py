@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
 
 from unrolled.decode.request import Sampling
 
@@ -15,14 +15,29 @@ StateId = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 Tokens = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
 Count = Annotated[int, Field(ge=1, le=128)]
 Logprobs = Annotated[int, Field(ge=0, le=20)]
-StopText = Annotated[str, StringConstraints(min_length=1)]
+StopText = Annotated[str, StringConstraints(min_length=1, max_length=1_000)]
 Stops = StopText | Annotated[list[StopText], Field(max_length=16)]
+
+
+def neutral(value: int | str | list[JsonValue] | dict[str, JsonValue]) -> Any:
+    """Return the default of a field that nothing here honours: it may be left out, null or this value."""
+    described = f"must be left out or {value!r}"
+    return Field(None, description=described, json_schema_extra={"enum": [value, None]})
 
 
 class Body(BaseModel):
     """A body of a request: unknown fields and wrong types are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _check_neutral(self) -> Self:
+        for name, field in type(self).model_fields.items():
+            extra = field.json_schema_extra
+            allowed = extra.get("enum") if isinstance(extra, dict) else None
+            if isinstance(allowed, list) and getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is not supported, and must be left out or {allowed[0]!r}")
+        return self
 
 
 class Continuation(Body):
@@ -46,7 +61,8 @@ class Continuation(Body):
 class StreamOptions(Body):
     """Options of a stream."""
 
-    include_usage: bool | None = None
+    include_usage: bool | None = Field(None, description="end with a chunk that tells the usage")
+    continuous_usage_stats: bool | None = Field(None, description="tell it in every chunk, as vLLM does")
 
 
 class TextContinuation(Continuation):
@@ -59,9 +75,9 @@ class TextContinuation(Continuation):
     stop: Stops | None = None
     ignore_eos: bool | None = Field(None, description="do not end at a token that ends a text")
     stream_options: StreamOptions | None = None
-    frequency_penalty: float | None = Field(None, description="must be 0")
-    presence_penalty: float | None = Field(None, description="must be 0")
-    logit_bias: dict[str, float] | None = Field(None, description="must be empty")
+    frequency_penalty: float | None = neutral(0)
+    presence_penalty: float | None = neutral(0)
+    logit_bias: dict[str, float] | None = neutral({})
     user: str | None = Field(None, description="of no effect")
     metadata: dict[str, Any] | None = Field(None, description="of no effect")
     store: bool | None = Field(None, description="of no effect")
@@ -71,7 +87,6 @@ class TextContinuation(Continuation):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        refuse_unless_neutral(self, frequency_penalty=0, presence_penalty=0, logit_bias={})
         if None not in (self.max_tokens, self.max_completion_tokens) and (
             self.max_tokens != self.max_completion_tokens
         ):
@@ -91,6 +106,11 @@ class TextContinuation(Continuation):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk tells the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that tells the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -99,14 +119,3 @@ class TextContinuation(Continuation):
         """Return how tokens are drawn."""
         penalty = 1.0 if self.repetition_penalty is None else float(self.repetition_penalty)
         return super().sampling()._replace(min_p=self.min_p, repetition_penalty=penalty)
-
-
-def refuse_unless_neutral(body: Body, **neutral: object) -> None:
-    """Refuse fields that nothing here honours, unless their value changes nothing.
-
-    Raises:
-        ValueError: a field has another value.
-    """
-    for name, value in neutral.items():
-        if (given := getattr(body, name)) is not None and given != value:
-            raise ValueError(f"{name} is not supported, and must be left out or {value!r}")

@@ -8,10 +8,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from unrolled.serving.choices import chat_logprobs
+from unrolled.serving.gone import unless_gone
 from unrolled.serving.protocol.chat import MOST_TOKENS, ChatRequest, choice
 from unrolled.serving.protocol.errors import invalid
 from unrolled.serving.routes.continuing import Continuing, encode
-from unrolled.serving.runs import unless_gone
 from unrolled.serving.service import service_of
 from unrolled.serving.streams import Chunks, stream
 from unrolled.serving.templates import render
@@ -92,7 +92,7 @@ class _Answer:
             part = choice(piece.index, delta, logprobs, piece.finish, state, field="delta")
             top = {"state": piece.state} if alone and piece.state is not None else {}
             if delta or logprobs or piece.finish:
-                yield about | {"choices": [part]} | top
+                yield about | {"choices": [part]} | top | self._continuing.usage_so_far
         if self._body.include_usage:
             yield about | {"choices": [], "usage": self._continuing.runs.usage()}
 

@@ -9,12 +9,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from unrolled.serving.choices import CompletionLogprobs
+from unrolled.serving.gone import unless_gone
 from unrolled.serving.jobs import Prompted
 from unrolled.serving.model import Served
 from unrolled.serving.protocol.completions import DEFAULT_TOKENS, CompletionRequest, choice
 from unrolled.serving.protocol.errors import invalid
 from unrolled.serving.routes.continuing import Continuing, check_ids, encode
-from unrolled.serving.runs import unless_gone
 from unrolled.serving.service import service_of
 from unrolled.serving.streams import Chunks, stream
 
@@ -96,7 +96,7 @@ class _Completion:
         """Yield the chunks of a stream."""
         async for part in self._parts():
             top = {"state": part.pop("state")} if "state" in part and self._continuing.alone else {}
-            yield self._about | {"choices": [part]} | top
+            yield self._about | {"choices": [part]} | top | self._continuing.usage_so_far
         if self._body.include_usage:
             yield self._about | {"choices": [], "usage": self._continuing.runs.usage()}
 

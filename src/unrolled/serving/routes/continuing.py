@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request
 
@@ -78,7 +79,7 @@ class Continuing:
     """
 
     def __init__(self, text: Text, runs: Runs, body: TextContinuation) -> None:
-        self.text, self.runs = text, runs
+        self.text, self.runs, self._tells_usage = text, runs, body.continuous_usage
         self._choices = [Choice(text, body.stops, runs.asked.stops) for _ in range(runs.count)]
 
     @classmethod
@@ -168,6 +169,11 @@ class Continuing:
                     piece.state = state
                     if keeps or index not in last:
                         yield piece
+
+    @property
+    def usage_so_far(self) -> dict[str, Any]:
+        """The usage as a field of a chunk, where every chunk is to tell it."""
+        return {"usage": self.runs.usage()} if self._tells_usage else {}
 
     @property
     def alone(self) -> bool:

@@ -9,13 +9,14 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from unrolled.serving.gone import unless_gone
 from unrolled.serving.jobs import Drawn, Finished
 from unrolled.serving.logs import record_of
 from unrolled.serving.model import Served
 from unrolled.serving.protocol.errors import invalid
 from unrolled.serving.protocol.images import ImageRequest
 from unrolled.serving.routes.continuing import check_ids
-from unrolled.serving.runs import Asked, Runs, unless_gone
+from unrolled.serving.runs import Asked, Runs
 from unrolled.serving.service import service_of
 from unrolled.serving.streams import Chunks, stream
 

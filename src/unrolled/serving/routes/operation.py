@@ -11,8 +11,11 @@ FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @router.get("/health")
-async def health() -> Response:
-    """Say that the server answers."""
+async def health(request: Request) -> Response:
+    """Say whether the engines run: if one does not, the process has to be started again."""
+    stopped = [served.name for served in service_of(request).models.values() if not served.engine.alive]
+    if stopped:
+        raise ApiError(503, f"the engine of {', '.join(stopped)} does not run", code="stopped")
     return JSONResponse({"status": "ok"})
 
 

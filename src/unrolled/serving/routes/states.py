@@ -41,13 +41,9 @@ async def upload(id: Id, request: Request) -> Response:
             break
     else:
         raise invalid(f"the state {id} is not of a model that is served", "state", "foreign_state")
-    try:
-        await service.snapshot(id)
-        status = 200
-    except ApiError:  # unknown, or damaged where it is kept
-        status = 201
+    known = await service.stored(service.states.__contains__, id)
     await service.keep(snapshot)
-    return JSONResponse({"id": id, "object": "state", "length": snapshot.length}, status)
+    return JSONResponse({"id": id, "object": "state", "length": snapshot.length}, 200 if known else 201)
 
 
 @router.delete("/v1/states/{id}", response_class=Response, status_code=204)

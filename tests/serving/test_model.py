@@ -1,0 +1,146 @@
+"""Folders of every kind are served, and what they draw is what the library draws from them."""
+
+import asyncio
+
+import pytest
+import torch
+from planned import decoder
+
+from unrolled.contract import UnsupportedError
+from unrolled.data import Vocabulary
+from unrolled.decode import plan
+from unrolled.decode.request import Sampling
+from unrolled.generation import generate
+from unrolled.interop.hf.convert import character_tokenizer, to_transformers
+from unrolled.models import Encoder, EncoderConfig, RecurrentLM
+from unrolled.models.recurrent_lm import RecurrentLMConfig
+from unrolled.ops import native
+from unrolled.serving.jobs import Drawn, Job
+from unrolled.serving.model import Limits, open_model
+from unrolled.serving.runner import PlanRunner
+from unrolled.serving.unplanned import ModelRunner
+
+CHARACTERS = [chr(ord("0") + i) for i in range(71)]
+TEXT = Vocabulary(kind="text", characters=CHARACTERS)
+planned = pytest.mark.skipif(not native.available(), reason=str(native.missing()))
+
+
+@pytest.fixture
+def opened():
+    """Open models, and end their engines."""
+    found = []
+
+    def opened_(path, **options):
+        found.append(open_model(path, **options))
+        return found[-1]
+
+    yield opened_
+    for served in found:
+        served.engine.drain(5)
+
+
+def drawn(served, text="0123", limit=20):
+    """Return what a model draws greedily."""
+
+    async def go():
+        start = [served.vocab_size] if served.start_token else []
+        run = served.engine.submit(Job([*start, *ids], limit, sampling=Sampling(temperature=0)))
+        return [token async for event in run if isinstance(event, Drawn) for token in event.tokens]
+
+    ids = [] if served.text is None else served.text.encode(text)
+    return asyncio.run(go())
+
+
+def expected(model, ids=(0, 1, 2, 3), **options):
+    [found] = generate(model, [list(ids)], 20, temperature=0, **options)
+    return found.tolist()
+
+
+def test_a_run_folder(tmp_path, opened):
+    model = decoder()
+    TEXT.attach(model).save(tmp_path / "book")
+    served = opened(tmp_path / "book")
+    assert (served.name, served.vocab_size, served.n_positions, served.shape) == ("book", 71, None, None)
+    assert served.description["mechanisms"] == ["linear"]
+    assert served.description["parameters"] == sum(x.numel() for x in model.parameters())
+    assert drawn(served) == expected(model)
+    assert isinstance(served.engine.runner, PlanRunner) == native.available()
+
+
+@planned
+def test_packed_weights(tmp_path, opened):
+    packed = plan(TEXT.attach(decoder()), "int8")
+    packed.save(tmp_path / "book")
+    served = opened(tmp_path / "book")
+    assert served.description["weights"] == "int8"
+    assert drawn(served) == expected(packed)
+    with pytest.raises(ValueError, match=r"weights is 'int4', but .* holds weights in int8"):
+        open_model(tmp_path / "book", weights="int4")
+
+
+@planned
+def test_the_digest_is_of_all_that_states_depend_on(tmp_path, opened):
+    for number in range(2):
+        model = decoder()
+        model.embedding.weight.data += number
+        TEXT.attach(model).save(tmp_path / str(number))
+    found = [
+        opened(tmp_path / name, weights=weights).digest
+        for name, weights in [("0", None), ("0", "fp32"), ("0", "bf16"), ("1", None)]
+    ]
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
+
+
+def test_a_folder_of_transformers(tmp_path, opened):
+    model = decoder()
+    to_transformers(model).save_pretrained(tmp_path / "hf")
+    character_tokenizer(CHARACTERS).save_pretrained(tmp_path / "hf")
+    served = opened(tmp_path / "hf")
+    assert served.text.encode("0123") == [0, 1, 2, 3]
+    assert served.text.decode([0, 1]) == "01"
+    assert drawn(served) == expected(model)
+
+
+def test_a_model_of_pixels(tmp_path, opened):
+    model = decoder(inputs="pixels", head="logistic_mixture", start_token=True)
+    Vocabulary(kind="image", shape=[4, 5]).attach(model).save(tmp_path)
+    served = opened(tmp_path, name="digits")
+    assert (served.name, served.shape, served.start_token, served.text) == ("digits", (4, 5), True, None)
+    assert drawn(served) == expected(model, ())
+
+
+@pytest.mark.parametrize("name", ["rwkv7", "lstm"])
+def test_a_model_that_no_plan_runs(name, tmp_path, opened):
+    torch.manual_seed(0)
+    if name == "lstm":
+        model = RecurrentLM(RecurrentLMConfig(71, d_model=16, n_layers=1))
+    else:
+        model = decoder(attention="rwkv7", attention_options={}, positions="none")
+    TEXT.attach(model).save(tmp_path / name)
+    served = opened(tmp_path / name, deterministic=True)
+    assert isinstance(served.engine.runner, ModelRunner)
+    assert drawn(served) == expected(model.eval())
+    with pytest.raises(UnsupportedError):
+        open_model(tmp_path / name, weights="int8")
+
+
+def test_deterministic_models_without_a_plan_share_no_prefixes(tmp_path, opened):
+    model = RecurrentLM(RecurrentLMConfig(71, d_model=16, n_layers=1))
+    TEXT.attach(model).save(tmp_path)
+    for deterministic in (False, True):
+        served = opened(tmp_path, deterministic=deterministic, limits=Limits(rows=2))
+        drawn(served, "0" * 50)
+        assert (served.engine.prefix_bytes == 0) == deterministic
+
+
+def test_what_is_no_recurrence_is_refused(tmp_path):
+    config = EncoderConfig(vocab_size=71, d_model=16, n_layers=1, n_heads=2, output="masked")
+    TEXT.attach(Encoder(config)).save(tmp_path / "encoder")
+    with pytest.raises(UnsupportedError, match="does not predict the next token from a state"):
+        open_model(tmp_path / "encoder")
+    to_transformers(Encoder(config)).save_pretrained(tmp_path / "hf")
+    with pytest.raises(UnsupportedError, match="an encoder"):
+        open_model(tmp_path / "hf")
+    with pytest.raises(ValueError, match="is not a model's folder"):
+        open_model(tmp_path / "nothing")

@@ -1,0 +1,85 @@
+"""`unrolled serve`: a run is served and states outlive the process; wrong options."""
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+import torch
+from commands import error
+
+from unrolled.data import Vocabulary
+from unrolled.models import Decoder, DecoderConfig
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig(256, d_model=16, n_layers=1, n_heads=2, max_length=32, positions="rotary"))
+    path = tmp_path_factory.mktemp("runs") / "book"
+    Vocabulary("text").attach(model).save(path)
+    return path
+
+
+@contextmanager
+def serving(*arguments: object) -> Iterator[tuple[str, str]]:
+    """Run the command; yield the address and what it said before."""
+    command = [sys.executable, "-m", "unrolled", "serve", *map(str, arguments), "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    said = []
+    try:
+        for line in process.stderr:
+            said.append(line)
+            if found := re.search(r" at (http\S+)", line):
+                yield found[1], "".join(said)
+                break
+        else:
+            raise AssertionError("".join(said))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_run_is_served_and_its_states_outlive_the_process(folder: Path) -> None:
+    body = {"model": "tale", "prompt": "Once", "temperature": 0, "max_tokens": 4}
+    with serving(folder, "--name", "tale", "--rate", "1000/minute") as (address, said):
+        assert f"states are kept in {folder / 'states.sqlite'}" in said
+        assert "serving tale at http://127.0.0.1:" in said
+        whole = httpx.post(f"{address}/v1/completions", json={**body, "max_tokens": 8}).json()
+        first = httpx.post(f"{address}/v1/completions", json={**body, "keep": True}).json()
+    with serving(folder, "--name", "tale", "--ttl", "30d", "--state-bytes", "1GB") as (address, _):
+        body = {**body, "prompt": "", "state": first["state"]}
+        rest = httpx.post(f"{address}/v1/completions", json=body).json()
+    assert rest["usage"]["prompt_tokens_details"]["cached_tokens"] == 7  # all but the last
+    both = first["choices"][0]["text"] + rest["choices"][0]["text"]
+    assert whole["choices"][0]["text"].replace("\ufffd", "") == both.replace("\ufffd", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "FOLDERS is missing: name the folder of a model, or serve the library's own by --demo"),
+        (["FOLDER", "--demo"], "must be left out with --demo"),
+        (["FOLDER", "FOLDER", "--name", "a"], "--name is a, but there are 2 models"),
+        (["FOLDER", "FOLDER"], "models have the names"),
+        (["FOLDER", "--memory", "much"], "--memory is much, but must be a size such as 4GB or 512MiB"),
+        (["FOLDER", "--state-memory", "0"], "--state-memory is 0, but must be a size"),
+        (["FOLDER", "--ttl", "long"], "--ttl is long, but must be a time such as 30d, 12h, 15m or 90s"),
+        (["FOLDER", "--host", "0.0.0.0"], "host is 0.0.0.0, which others can reach, but that requires keys"),
+        (["FOLDER", "--rate", "often"], "rate is 'often', but must be such as '600/minute'"),
+        (["FOLDER", "--keys", "FOLDER/none"], "No such file"),
+        (["FOLDER", "--states", "ftp://a"], "not ftp://"),
+        (["FOLDER/none"], "none"),
+    ],
+)
+def test_wrong_options(arguments: list[str], message: str, folder: Path) -> None:
+    given = [x.replace("FOLDER", str(folder)) for x in arguments]
+    assert message in error("serve", *given)
