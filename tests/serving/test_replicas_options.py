@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from unrolled import demo_models
 from unrolled.serving.opening import Options
+from unrolled.serving.ray import Arguments
 
 
 @pytest.mark.parametrize("arguments", [["--demo"], [demo_models.path("text"), "--states", "memory:"]])
@@ -55,11 +56,7 @@ def test_a_wrong_folder_is_told_before_anything_starts(tmp_path: Path) -> None:
         Options(folders=[tmp_path], states="memory:").check()
 
 
-@pytest.mark.ray
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray, when it is imported
 def test_the_app_refuses_a_memory_of_its_own() -> None:
-    from unrolled.serving.ray import Arguments
-
     Arguments(folders=[Path("a")], states="memory:")
     for more in ({"replicas": 2}, {"most_replicas": 2}):
         with pytest.raises(ValidationError, match="states is memory:, which replicas do not share"):

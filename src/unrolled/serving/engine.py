@@ -117,11 +117,6 @@ class Engine:
         return entry.run
 
     @property
-    def alive(self) -> bool:
-        """Whether the thread runs, without which no job is done."""
-        return self._thread.is_alive()
-
-    @property
     def waiting(self) -> int:
         """Jobs that wait."""
         return len(self._waiting)

@@ -6,13 +6,10 @@ replica as long as it is there, which then has their states in memory.
 """
 
 import math
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from fastapi import FastAPI
 from pydantic import Field, model_validator
-from ray import serve
-from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,6 +17,9 @@ from unrolled.serving.app import make_app
 from unrolled.serving.logs import to_stderr
 from unrolled.serving.opening import MEMORY, Options
 from unrolled.serving.settings import Settings
+
+if TYPE_CHECKING:
+    from ray.serve import Application
 
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 SPARE = 64  # requests besides those for an engine, such as /health and those that it refuses
@@ -72,6 +72,8 @@ class Replica:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Build the app, in the process that answers."""
+        from ray import serve
+
         to_stderr()
         app = make_app(self._models, self._states, self._settings)
         app.add_middleware(Named, name=serve.get_replica_context().replica_id.unique_id)
@@ -114,12 +116,15 @@ class Named:
         await self._app(scope, receive, send_named)
 
 
-def app(arguments: Arguments) -> Application:
+def app(arguments: Arguments) -> "Application":
     """Return the application for Ray Serve.
 
     Args:
         arguments: what it serves, and on how many replicas.
     """
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+
     room = len(arguments.folders) * (arguments.rows + arguments.queue)
     options = Options(**{name: value for name, value in arguments.from_the_root().items() if name in SHARED})
     deploy = serve.deployment(

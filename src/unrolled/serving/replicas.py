@@ -10,6 +10,7 @@ from contextlib import suppress
 from types import FrameType
 
 from unrolled.serving.opening import Options
+from unrolled.serving.ray import Arguments, app
 from unrolled.serving.server import free_place, shown
 
 NAME = "unrolled"  # of the application
@@ -45,8 +46,6 @@ def serve_replicas(options: Options, replicas: int, ready: Callable[[str], None]
     os.environ |= ENVIRONMENT | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
     import ray
     from ray import serve
-
-    from unrolled.serving.ray import Arguments, app
 
     cores = max(1, (os.cpu_count() or 1) // replicas)
     fields = options.from_the_root() | {"replicas": replicas, "cpus": cores}
