@@ -66,7 +66,7 @@ def sessions(http: httpx.Client) -> list[str]:
 
 def stream(http: httpx.Client, session: str, stop: threading.Event) -> bool:
     """Read a stream that does not end by itself, until told to stop; return whether it lasted."""
-    body = {"model": "text", "prompt": "a", "max_tokens": 10**7, "stream": True}
+    body = {"model": "text", "prompt": "a", "max_tokens": 10**6, "stream": True}
     headers = {"x-session-id": session}
     try:
         with http.stream("POST", "/v1/completions", json=body, headers=headers) as running:
