@@ -112,6 +112,7 @@ def test_only_ports_that_want_a_token_are_open_to_others(started: Server) -> Non
     ports = re.findall(
         r" \*:(\d+) .*ServeRepli", subprocess.run(["ss", "-Htlnp"], capture_output=True, text=True).stdout
     )
+    assert bool(ports) == bool(others)
     for port in ports:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             ask = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")

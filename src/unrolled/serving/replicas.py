@@ -44,31 +44,46 @@ def serve_replicas(options: Options, replicas: int, ready: Callable[[str], None]
     address, port = free_place(options.host, options.port)
     # Ray reads these when it is imported. A token from here leaves no file in the home folder.
     os.environ |= ENVIRONMENT | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    _on_signals()
+    try:
+        with suppress(
+            KeyboardInterrupt, SystemExit
+        ):  # the latter by the handler that Ray sets when it starts
+            _start(options, replicas, address, port)
+            ready(f"http://{shown(address)}:{port}")
+            threading.Event().wait()
+    finally:
+        _end()
+
+
+def _start(options: Options, replicas: int, address: str, port: int) -> None:
+    """Start Ray and return once the replicas answer."""
     import ray
     from ray import serve
 
     cores = max(1, (os.cpu_count() or 1) // replicas)
-    fields = options.from_the_root() | {"replicas": replicas, "cpus": cores}
-    arguments = Arguments(**fields)
-    _on_signals()
-    try:
-        with suppress(KeyboardInterrupt):
-            ray.init(
-                address="local",
-                num_cpus=cores * replicas,
-                object_store_memory=OBJECTS,
-                include_dashboard=False,
-                logging_level=logging.WARNING,
-            )
-            _on_signals()  # Ray has set its own
-            logging.getLogger("ray.serve").setLevel(logging.WARNING)
-            serve.start(http_options={"host": address, "port": port}, logging_config={"log_level": "WARNING"})
-            serve.run(app(arguments), name=NAME, route_prefix="/")
-            ready(f"http://{shown(address)}:{port}")
-            threading.Event().wait()
-    finally:
+    arguments = Arguments(**options.from_the_root(), replicas=replicas, cpus=cores)
+    ray.init(
+        address="local",
+        num_cpus=cores * replicas,
+        object_store_memory=OBJECTS,
+        include_dashboard=False,
+        logging_level=logging.WARNING,
+    )
+    _on_signals()  # Ray has set its own
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    serve.start(http_options={"host": address, "port": port}, logging_config={"log_level": "WARNING"})
+    serve.run(app(arguments), name=NAME, route_prefix="/")
+
+
+def _end() -> None:
+    """Let requests end, then end Ray, as far as it has started."""
+    with suppress(Exception):  # such as that Ray has not started, or has ended before
+        import ray
+        from ray import serve
+
         if ray.is_initialized():
-            with suppress(Exception):  # such as that there is no application yet, or no Ray any more
+            with suppress(Exception):  # such as that there is no application yet
                 serve.delete(NAME)
             ray.shutdown()
 
