@@ -21,7 +21,15 @@ COPIED = ["tests", "examples", "pyproject.toml"]  # the last for pytest's settin
 KERNELS = "unrolled/ops/unrolled_native.library"
 COMPILERS = ["cc", "c++", "gcc", "g++", "clang", "clang++", "cl", "clang-cl", "cmake"]
 INSTALL = ["-m", "pip", "install", "--quiet", "--only-binary", ":all:", "-c", str(ROOT / "constraints.txt")]
-PYTEST = ["-m", "pytest", "-n", "2", "-rs", "-m", "not oracles and not serve and not web and not checkout"]
+PYTEST = [
+    "-m",
+    "pytest",
+    "-n",
+    "2",
+    "-rs",
+    "-m",
+    "not oracles and not serve and not store and not web and not checkout",
+]
 WITH_KERNELS = """
 import sys, unrolled
 from unrolled.ops import native
