@@ -9,7 +9,7 @@ CPP := $(wildcard native/*.h native/*.cc native/check/*)
 # One thread per process: the tests run side by side, and oversubscribed threads only slow them down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 
-.PHONY: demo test test-compilers test-documents fuzz test-oracles test-serve test-store test-web test-wheel test-native test-neon wheel check format docs bench clean
+.PHONY: demo test test-compilers test-documents fuzz test-oracles test-ray test-serve test-store test-web test-wheel test-native test-neon wheel check format docs bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/unrolled demo $(ARGS)
@@ -38,6 +38,10 @@ test-oracles: $(VENV)/oracles
 test-store: $(VENV)/store
 	@command -v redis-server > /dev/null || { echo "redis-server is missing: apt-get install redis-server" >&2; exit 1; }
 	$(PYTEST) -m store tests/serving
+
+# Two replicas by Ray Serve, where nothing but this machine can be reached: wants unshare, ip, ss and ps.
+test-ray: $(VENV)/ray
+	unshare --map-root-user --net sh -c 'ip link set lo up && $(PYTEST) -m ray tests/serving'
 
 # The server asked by openai, lm_eval, langchain and schemathesis: 300 cases, or SCHEMATHESIS_CASES=2000.
 test-serve: $(VENV)/clients
@@ -107,6 +111,10 @@ $(VENV)/installed: pyproject.toml constraints.txt $(wildcard native/*) | $(VENV)
 
 $(VENV)/store: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[store]' 'moto[server]'
+	touch $@
+
+$(VENV)/ray: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ray]'
 	touch $@
 
 $(VENV)/release: constraints.txt | $(VENV)/bin/python

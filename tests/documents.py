@@ -82,7 +82,9 @@ def check_command(words: list[str]) -> None:
     elif program == "pip":
         _check_pip(arguments)
     else:
-        assert program in ("cd", "git", "pytest", "ulimit"), f"{program} is not a command that the tests know"
+        assert program in ("cd", "git", "pytest", "serve", "ulimit"), (
+            f"{program} is not a command that the tests know"
+        )
 
 
 def broken_links(page: Path) -> list[str]:

@@ -135,6 +135,7 @@ OPTIONS = {
         "--state-memory": SIZE,
         "--deterministic": FLAG,
         "--keys": ([], ["{world}/none", "{world}/empty"]),
+        "--replicas": ([], ["0", "-1", *NO_NUMBER]),
         "--rate": (["6/minute"], ["6", "x/minute", ""]),
         "--origin": (["http://localhost"], []),
     },

@@ -1,5 +1,6 @@
 """`unrolled serve`."""
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,9 +11,10 @@ from unrolled.cli._options import Weights
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
-    from unrolled.serving.store import Store
+    from unrolled.serving.opening import Options
 
 STATES_FILE = "states.sqlite"
+MEMORY = "memory:"
 SERVED = ("fastapi", "granian", "jinja2", "limits", "prometheus_client")
 
 
@@ -68,6 +70,9 @@ def serve(
     origin: Annotated[
         str | None, typer.Option(help="A web page that may ask, such as https://example.org.")
     ] = None,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="Processes that answer; more than one are run by Ray Serve.")
+    ] = 1,
 ) -> None:
     """Serve models by OpenAI's API, with states that can be kept, continued, forked and moved.
 
@@ -81,19 +86,29 @@ def serve(
     Several models; for others to reach:
       unrolled serve runs/book runs/digits --host 0.0.0.0 --keys keys.txt --rate 600/minute
 
+    \b
+    Several processes, any of which continues any state:
+      unrolled serve runs/book --replicas 4 --states s3://bucket/book
+
     SIGTERM and Ctrl-C let running requests end; a second one does not.
     """
     sources = _folders(folders or [], demo)
     if name is not None and len(sources) > 1:
         raise ValueError(f"--name is {name}, but there are {len(sources)} models: serve one, or leave it out")
+    from pydantic import ByteSize
+
     size = _bytes("--memory", memory)
     most = None if state_bytes is None else _bytes("--state-bytes", state_bytes)
-    at_hand, seconds = _bytes("--state-memory", state_memory), _seconds(ttl)
+    at_hand = _bytes("--state-memory", state_memory)
+    url = _address(states, None if demo else sources[0])
+    if replicas > 1 and url == MEMORY:
+        raise ValueError(
+            f"--states is {MEMORY}, which the {replicas} replicas of --replicas do not share: name a file, "
+            "s3://..., gs://... or redis://..."
+        )
     try:
-        from unrolled.serving.model import Limits, open_model
+        from unrolled.serving.opening import Options, seconds
         from unrolled.serving.server import serve as run
-        from unrolled.serving.settings import Settings, read_keys
-        from unrolled.serving.states import States
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in SERVED:
             raise
@@ -101,22 +116,50 @@ def serve(
             f"serving needs {error.name}, which is missing: {how_to_install('serve')}"
         ) from error
 
-    settings = Settings(
+    options = Options(
+        folders=sources,
+        states=url,
+        name=name,
         host=host,
         port=port,
-        keys=() if keys is None else read_keys(keys),
+        weights=weights,
+        rows=rows,
+        memory=ByteSize(size),
+        queue=queue,
+        timeout=timeout,
+        ttl=None if ttl is None else seconds("--ttl", ttl),
+        state_bytes=None if most is None else ByteSize(most),
+        state_memory=ByteSize(at_hand),
+        deterministic=deterministic,
+        keys=keys,
         rate=rate,
         origin=origin,
-        timeout=timeout,
     )
-    limits = Limits(rows=rows, memory=size, queue=queue)
-    models = [
-        open_model(folder, name=name, weights=weights, limits=limits, deterministic=deterministic)
-        for folder in sources
-    ]
-    kept = States(_open_store(states, None if demo else sources[0], most, seconds), at_hand)
+    where = "memory, and end with the server" if url == MEMORY else url
+    if replicas > 1:
+        _serve_replicas(options, replicas, where)
+        return
+    settings = options.settings()
+    models = options.models()
+    kept = options.open_states()
+    typer.echo(f"states are kept in {where}", err=True)
     names = ", ".join(served.name for served in models)
     run(models, kept, settings, lambda address: typer.echo(f"serving {names} at {address}", err=True))
+
+
+def _serve_replicas(options: "Options", replicas: int, where: str) -> None:
+    """Serve by Ray."""
+    if importlib.util.find_spec("ray") is None:
+        raise ImportError(f"--replicas needs ray, which is missing: {how_to_install('ray')}")
+    from unrolled.serving.replicas import serve_replicas
+
+    typer.echo(f"states are kept in {where}; Ray starts, which takes a while", err=True)
+    names = options.name or ", ".join(folder.resolve().name for folder in options.folders)
+    serve_replicas(
+        options,
+        replicas,
+        lambda address: typer.echo(f"serving {names} at {address} by {replicas} replicas", err=True),
+    )
 
 
 def _folders(given: list[Path], demo: bool) -> list[Path]:
@@ -132,17 +175,12 @@ def _folders(given: list[Path], demo: bool) -> list[Path]:
     return [demo_models.path("text"), demo_models.path("digits")] if demo else given
 
 
-def _open_store(url: str | None, folder: Path | None, most: int | None, seconds: float | None) -> "Store":
-    """Open the store of states, by default in a folder, and say where it is."""
-    from unrolled.serving.store import open_store
-
-    if url is None:
-        writable = folder is not None and os.access(folder, os.W_OK)
-        url = str(folder / STATES_FILE) if folder is not None and writable else "memory:"
-    store = open_store(url, most_bytes=most, seconds=seconds)
-    where = "memory, and end with the server" if url == "memory:" else url
-    typer.echo(f"states are kept in {where}", err=True)
-    return store
+def _address(url: str | None, folder: Path | None) -> str:
+    """Return the address of the store of states: that given, else one in a folder."""
+    if url is not None:
+        return url
+    writable = folder is not None and os.access(folder, os.W_OK)
+    return str(folder / STATES_FILE) if folder is not None and writable else MEMORY
 
 
 def _bytes(option: str, text: str) -> int:
@@ -156,14 +194,3 @@ def _bytes(option: str, text: str) -> int:
     if size < 1:
         raise ValueError(f"{option} is {text}, but must be a size such as 4GB or 512MiB")
     return size
-
-
-def _seconds(text: str | None) -> float | None:
-    """Read a time such as 30d, 12h, 15m or 90s."""
-    if text is None:
-        return None
-    units = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
-    number, unit = text[:-1], text[-1:]
-    if unit not in units or not number.isdecimal() or int(number) < 1:
-        raise ValueError(f"--ttl is {text}, but must be a time such as 30d, 12h, 15m or 90s")
-    return float(int(number) * units[unit])

@@ -52,7 +52,7 @@ async def _serve(
     models: Sequence[Served], states: States, settings: Settings, ready: Callable[[str], None]
 ) -> None:
     app = make_app(models, states, settings)
-    address, port = _free(settings.host, settings.port)
+    address, port = free_place(settings.host, settings.port)
     to_stderr()
     server = Server(
         app,
@@ -69,7 +69,7 @@ async def _serve(
     stop = _on_signals()
     running = asyncio.create_task(server.serve())
     await _listening(address, port, running)
-    ready(f"http://{_shown(address)}:{port}")
+    ready(f"http://{shown(address)}:{port}")
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
     app.state.service.ready = False
@@ -98,8 +98,16 @@ def _on_signals() -> asyncio.Event:
     return stop
 
 
-def _free(host: str, port: int) -> tuple[str, int]:
-    """Return an address and a port that nobody listens at; granian would share it with another server."""
+def free_place(host: str, port: int) -> tuple[str, int]:
+    """Return an address and a port that nobody listens at; granian would share it with another server.
+
+    Args:
+        host: name or address to listen at.
+        port: of TCP; 0 takes a free one.
+
+    Raises:
+        OSError: the address cannot be listened at.
+    """
     family, kind, protocol, _, place = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -133,5 +141,6 @@ def _reachable(address: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
 
 
-def _shown(address: str) -> str:
+def shown(address: str) -> str:
+    """Return an address as URLs have it: one of IPv6 in brackets."""
     return f"[{address}]" if ":" in address else address

@@ -1,0 +1,151 @@
+"""From what an operator writes to models, states and settings: for `unrolled serve` and for Ray."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator
+
+from unrolled.decode.packing import Weights
+from unrolled.models.saving import CONFIG_FILE
+from unrolled.serving.model import Limits, Served, open_model
+from unrolled.serving.settings import Settings, read_keys
+from unrolled.serving.states import States
+from unrolled.serving.store import open_store
+
+MEMORY = "memory:"
+UNITS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
+Size = Annotated[ByteSize, Field(gt=0)]
+
+
+class Options(BaseModel):
+    """What an operator writes.
+
+    Attributes:
+        folders: of the models; a text may hold several with commas between them.
+        states: where states are kept; see `unrolled.serving.store.open_store`.
+        name: of the model in requests; None for that of its folder.
+        host, port: where requests come in.
+        weights: the form that the weights are rounded to; None for that of the folders.
+        rows: continuations at a time, of each model.
+        memory: for the states of running requests, of each model, such as "4GB".
+        queue: requests that may wait, of each model.
+        timeout: seconds that a request may take.
+        ttl: drop states that were not used for so long: seconds, or such as "30d".
+        state_bytes: drop the least recently used states above this size.
+        state_memory: for kept states that are at hand in memory besides the store.
+        deterministic: answers do not depend, bit for bit, on what else is asked.
+        keys: file of keys, one a line.
+        rate: most requests of a client, such as "600/minute".
+        origin: a web page on another server that may ask.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    folders: Annotated[list[Path], Field(min_length=1)]
+    states: Annotated[str, Field(min_length=1)]
+    name: str | None = None
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65_535)] = 8000
+    weights: Weights | None = None
+    rows: Annotated[int, Field(ge=1)] = 256
+    memory: Size = ByteSize(4 * 10**9)
+    queue: Annotated[int, Field(ge=1)] = 256
+    timeout: Annotated[float, Field(ge=0.001)] = 300.0
+    ttl: Annotated[float, Field(gt=0)] | None = None
+    state_bytes: Size | None = None
+    state_memory: Size = ByteSize(256 * 10**6)
+    deterministic: bool = False
+    keys: Path | None = None
+    rate: str | None = None
+    origin: str | None = None
+
+    @field_validator("folders", mode="before")
+    @classmethod
+    def _several(cls, given: Any) -> Any:
+        return [part for part in given.split(",") if part] if isinstance(given, str) else given
+
+    @field_validator("ttl", mode="before")
+    @classmethod
+    def _time(cls, given: Any) -> Any:
+        return seconds("ttl", given) if isinstance(given, str) else given
+
+    def models(self, threads: int | None = None) -> list[Served]:
+        """Open the models.
+
+        Args:
+            threads: of the kernels; None for those of torch.
+
+        Raises:
+            ValueError: a folder holds no model that can be served, or a name is given to several models.
+        """
+        if self.name is not None and len(self.folders) > 1:
+            raise ValueError(f"name is {self.name!r}, but there are {len(self.folders)} models")
+        limits = Limits(rows=self.rows, memory=int(self.memory), queue=self.queue, threads=threads)
+        return [
+            open_model(
+                folder, name=self.name, weights=self.weights, limits=limits, deterministic=self.deterministic
+            )
+            for folder in self.folders
+        ]
+
+    def open_states(self) -> States:
+        """Open the store of states.
+
+        Raises:
+            ValueError: its address is wrong, or does not go with `ttl` or `state_bytes`.
+            OSError: it cannot be reached, read or written.
+        """
+        most = None if self.state_bytes is None else int(self.state_bytes)
+        return States(open_store(self.states, most_bytes=most, seconds=self.ttl), int(self.state_memory))
+
+    def settings(self) -> Settings:
+        """Return the settings of the app.
+
+        Raises:
+            ValueError: there are no keys although others can reach `host`, or the rate is not one.
+            OSError: the file of keys cannot be read.
+        """
+        return Settings(
+            host=self.host,
+            port=self.port,
+            keys=() if self.keys is None else read_keys(self.keys),
+            rate=self.rate,
+            origin=self.origin,
+            timeout=self.timeout,
+        )
+
+    def check(self) -> None:
+        """Raise what opening all of it would raise for a wrong folder, store, file of keys or setting."""
+        self.settings()
+        for folder in self.folders:
+            if not (folder / CONFIG_FILE).is_file():
+                raise ValueError(f"{folder} has no {CONFIG_FILE}")
+        self.open_states().close()
+
+    def from_the_root(self) -> dict[str, Any]:
+        """Return the fields with paths that hold in a process with another working folder."""
+        states = self.states
+        if states != MEMORY and "://" not in states:
+            states = f"sqlite:{Path(states.removeprefix('sqlite:')).absolute()}"
+        found = {
+            "folders": [folder.absolute() for folder in self.folders],
+            "states": states,
+            "keys": None if self.keys is None else self.keys.absolute(),
+        }
+        return {name: getattr(self, name) for name in type(self).model_fields} | found
+
+
+def seconds(name: str, text: str) -> float:
+    """Read a time such as 30d, 12h, 15m or 90s.
+
+    Args:
+        name: of the option, for the message.
+        text: the time.
+
+    Raises:
+        ValueError: it is none.
+    """
+    number, unit = text[:-1], text[-1:]
+    if unit not in UNITS or not number.isdecimal() or int(number) < 1:
+        raise ValueError(f"{name} is {text}, but must be a time such as 30d, 12h, 15m or 90s")
+    return float(int(number) * UNITS[unit])
