@@ -28,7 +28,7 @@ PYTEST = [
     "2",
     "-rs",
     "-m",
-    "not oracles and not ray and not serve and not web and not checkout",
+    "not oracles and not ray and not serve and not store and not web and not checkout",
 ]
 WITH_KERNELS = """
 import sys, unrolled

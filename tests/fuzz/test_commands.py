@@ -21,6 +21,7 @@ SHARE = (["0.5", "1", "0.01"], ["-0.5", "1.5", "inf", *NO_NUMBER])
 TEMPERATURE = (["0", "0.7", "2"], ["-1", "inf", *NO_NUMBER])
 DEVICE = (["cpu"], ["cuda:99", "tpu", "", "cpu:x", "meta"])
 WEIGHTS = (["fp32", "int4"], ["int2", ""])
+SIZE = (["4GB", "512MiB"], ["0", "-1GB", "4 apples", ""])
 FLAG: tuple[list[str], list[str]] = ([], [])
 FORCE = FLAG
 OUT = (["{out}"], ["{world}/text.txt/x", "{world}/text.txt"])
@@ -58,6 +59,7 @@ POSITIONAL = {
     "attend": [TRANSLATOR],
     "table": [],
     "export": [RUN, OUT],
+    "serve": [RUN],
 }
 OPTIONS = {
     "train": {
@@ -117,6 +119,26 @@ OPTIONS = {
     },
     "info": {},
     "schema": {"--out": (["{out}.json"], ["{world}/text.txt/x", "{world}/model"]), "--force": FORCE},
+    "serve": {
+        "--demo": ([], [""]),  # wrong beside a folder
+        "--name": (["book"], []),
+        "--host": (["localhost"], ["0.0.0.0", "::"]),  # wrong without keys
+        "--port": (["0"], ["-1", "70000", *NO_NUMBER]),
+        "--weights": WEIGHTS,
+        "--rows": COUNT,
+        "--memory": SIZE,
+        "--queue": COUNT,
+        "--timeout": (["1.5"], ["0", "-1", *NO_NUMBER]),
+        "--states": (["memory:"], ["{world}", "{world}/text.txt", "ftp://x"]),
+        "--ttl": (["30d"], ["0s", "-1d", "3", "d", ""]),
+        "--state-bytes": SIZE,
+        "--state-memory": SIZE,
+        "--deterministic": FLAG,
+        "--keys": ([], ["{world}/none", "{world}/empty"]),
+        "--replicas": ([], ["0", "-1", *NO_NUMBER]),
+        "--rate": (["6/minute"], ["6", "x/minute", ""]),
+        "--origin": (["http://localhost"], []),
+    },
     "demo": {
         "--out": (["{out}"], ["{world}/text.txt/x", "{world}/model"]),
         "--steps": ([], COUNT[1]),
@@ -193,7 +215,7 @@ OPTIONS = {
     },
 }
 # Longer than a case may take, unless something in the line is refused.
-ONLY_REFUSED = {"demo", "bench", "compare", "linearize", "attend", "export"}
+ONLY_REFUSED = {"demo", "serve", "bench", "compare", "linearize", "attend", "export"}
 MAY_BE_MISSING = {"info", "bench", "compare"}
 SLOW_FLAGS = {"--aot", "--web", "--measure", "--int8", "--fused", "--list", "--tensorboard"}
 SETTINGS = {

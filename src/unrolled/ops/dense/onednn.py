@@ -40,7 +40,9 @@ def faster() -> bool:
 
 def supports(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether oneDNN should compute this layer: fp32, many rows, and nothing but autograd observes it."""
-    if torch.compiler.is_compiling() or not faster():
+    if (
+        torch.compiler.is_compiling() or not faster() or observed()
+    ):  # shapes are no numbers while it is traced
         return False
     tensors = [y for y in (x, weight, bias) if y is not None]
     return (
@@ -54,7 +56,6 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and (bias is None or bias.shape == weight.shape[:1])
         and bool(torch.backends.mkldnn.enabled)
         and not torch.is_autocast_enabled("cpu")
-        and not observed()
     )
 
 
