@@ -15,6 +15,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import socket
 import statistics
@@ -28,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from unrolled.bench.report import table
+from unrolled.bench import report
 from unrolled.data import Vocabulary
 from unrolled.decode import plan
 from unrolled.models import Decoder, DecoderConfig
@@ -39,13 +40,16 @@ MODELS: dict[int, str] = {}  # the name of the model at each port
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
+def table(header: list[str], rows: list[list[object]]) -> str:
+    return report.table(header, [[str(cell) for cell in row] for row in rows])
+
+
 def model_folder(attention: str) -> Path:
     folder = OUT / attention
     if not (folder / "config.json").exists():
         torch.manual_seed(0)
-        model = Decoder(
-            DecoderConfig(vocab_size=256, d_model=256, n_layers=4, n_heads=8, attention=attention)
-        )
+        options = {"attention": attention, "positions": "rotary"}
+        model = Decoder(DecoderConfig(vocab_size=256, d_model=256, n_layers=4, n_heads=8, **options))
         Vocabulary(kind="text").attach(model).save(folder)
     return folder
 
@@ -186,7 +190,7 @@ def throughput(attention: str) -> None:
 
         for clients in (1, 8, 32, 64):
             asyncio.run(all_of(clients, 100))
-            served = statistics.median(asyncio.run(all_of(clients, 600)) for _ in range(5))
+            served = statistics.median(asyncio.run(all_of(clients, 3000)) for _ in range(5))
             step, drawn = stepped(folder, clients), drawn_alone(folder, clients)
             rows.append(
                 [
@@ -243,58 +247,55 @@ def quantile(values: list[float], q: float) -> float:
 
 
 def sessions(attention: str) -> None:
-    folder, count = model_folder(attention), 10_000
-    store = OUT / "sessions.sqlite"
+    folder, count, store = model_folder(attention), 10_000, OUT / "sessions.sqlite"
     for old in OUT.glob("sessions.sqlite*"):
         old.unlink()
-    text = "".join(random.Random(1).choices("abcdefgh ", k=15_000))
-    options = ("--states", str(store), "--state-memory", "2GB", "--queue", "512")
-    with server(folder, *options) as running:
+    texts = ["".join(random.Random(i).choices("abcdefgh ", k=15_000)) for i in range(20)]
+    with server(folder, "--states", str(store), "--queue", "512") as running:
         MODELS[running.port] = attention
         idle = running.memory()
+        long = [asyncio.run(completion(running.port, text, 1, keep=True))["state"] for text in texts]
 
-        async def keep(numbers: range) -> list[str]:
+        async def keep_all() -> list[str]:
             gate = asyncio.Semaphore(32)
 
             async def one(i: int) -> str:
                 async with gate:
                     return (await completion(running.port, f"session {i}", 2, keep=True))["state"]
 
-            return await asyncio.gather(*(one(i) for i in numbers))
+            return await asyncio.gather(*(one(i) for i in range(count)))
 
         began = time.perf_counter()
-        ids = asyncio.run(keep(range(count)))
+        ids = asyncio.run(keep_all())  # which drive the long ones out of memory
         took = time.perf_counter() - began
         held = running.memory()
         print(
-            f"{len(set(ids)):,} sessions in {took:.0f} s: {held / 1e9:.2f} GB resident, "
-            f"{idle / 1e9:.2f} GB before"
+            f"{len(set(ids)):,} sessions in {took:.0f} s: {store.stat().st_size / 1e9:.2f} GB in SQLite, "
+            f"{held / 1e9:.2f} GB resident, {idle / 1e9:.2f} GB before\n"
         )
-        long = asyncio.run(completion(running.port, text, 1, keep=True))["state"]
-        warm = [first_token(running.port, long) for _ in range(20)]
-    with server(folder, *options) as running:
+        rows = [["from the store", *times(running.port, long)], ["from memory", *times(running.port, long)]]
+    with server(folder, "--states", str(store)) as running:
         MODELS[running.port] = attention
-        asyncio.run(completion(running.port, "warm up", 2))
-        cold = first_token(running.port, long)
-        again = [first_token(running.port, long) for _ in range(20)]
-    fresh = statistics.median(x for x, _ in warm)
-    usage = cold[1]
-    kept = f"{usage['prompt_tokens_details']['cached_tokens']} of {usage['prompt_tokens']} tokens cached"
-    print(
-        f"A session of 15,001 tokens: first token after {1000 * fresh:.2f} ms in memory (later "
-        f"{1000 * statistics.median(x for x, _ in again):.2f}), {1000 * cold[0]:.2f} from the store after a "
-        f"restart; {kept}"
-    )
+        asyncio.run(completion(running.port, "warm up", 2, keep=True))
+        rows.append(["from the store, in a new process", *times(running.port, long)])
+    print(table(["sessions of 15,001 tokens", "first token, ms", "lowest", "highest", "cached"], rows))
 
 
-def first_token(port: int, state: str) -> tuple[float, dict]:
-    found = asyncio.run(completion(port, " and", 1, state=state))
-    return found["times"][0] - found["began"], found["usage"]
+def times(port: int, states: list[str]) -> list[str]:
+    """Continue states: median, lowest and highest time to the first token, and what was cached."""
+    found = [asyncio.run(completion(port, " and", 1, state=state)) for state in states]
+    taken = [1000 * (x["times"][0] - x["began"]) for x in found]
+    usage = found[0]["usage"]
+    cached = f"{usage['prompt_tokens_details']['cached_tokens']} of {usage['prompt_tokens']}"
+    return [*(f"{x:.2f}" for x in (statistics.median(taken), min(taken), max(taken))), cached]
 
 
 def memory(attention: str, requests: int) -> None:
     folder = model_folder(attention)
-    with server(folder, "--states", "memory:", "--state-memory", "64MB") as running:
+    for old in OUT.glob("memory.sqlite*"):
+        old.unlink()
+    bounds = ("--state-bytes", "200MB", "--state-memory", "64MB")
+    with server(folder, "--states", str(OUT / "memory.sqlite"), *bounds) as running:
         MODELS[running.port] = attention
 
         async def some(numbers: range) -> None:
@@ -411,7 +412,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100_000)
     arguments = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
-    print(f"{description()}, {time.strftime('%F')}, {arguments.attention}\n")
+    [processor] = re.findall(r"model name\s*: (.*)", description())[:1] or ["unknown processor"]
+    print(f"{processor}, {time.strftime('%F')}, {arguments.attention}\n")
     if arguments.what == "memory":
         memory(arguments.attention, arguments.requests)
     else:
