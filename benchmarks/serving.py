@@ -1,6 +1,7 @@
 """Measure the server: `unrolled serve` in a process of its own, and clients on the loopback interface.
 
     python benchmarks/serving.py throughput         # clients side by side, beside the plan without a server
+    python benchmarks/serving.py context            # tokens per second after long prompts, beside softmax
     python benchmarks/serving.py prompt             # what a long prompt does to the others
     python benchmarks/serving.py sessions           # 10,000 kept states, and one continued from the store
     python benchmarks/serving.py memory             # 100,000 requests
@@ -132,7 +133,7 @@ async def stream(port: int, path: str, **body: object) -> AsyncIterator[dict]:
 async def completion(port: int, prompt: object, tokens: int, **options: object) -> dict:
     """Run a completion: its text, state, usage, seconds to the first chunk, and the times of all chunks."""
     began, times, text, last = time.perf_counter(), [], "", {}
-    usage = {"include_usage": True}
+    usage, counts = {"include_usage": True, "continuous_usage_stats": True}, []
     asked = {
         "model": MODELS[port],
         "prompt": prompt,
@@ -144,9 +145,17 @@ async def completion(port: int, prompt: object, tokens: int, **options: object) 
         if chunk["choices"]:
             if chunk["choices"][0]["text"]:
                 times.append(time.perf_counter())
+                counts.append(chunk["usage"]["completion_tokens"])
             text += chunk["choices"][0]["text"]
         last = {**last, **{key: value for key, value in chunk.items() if value is not None}}
-    return {"text": text, "state": last.get("state"), "usage": last["usage"], "times": times, "began": began}
+    return {
+        "text": text,
+        "state": last.get("state"),
+        "usage": last["usage"],
+        "times": times,
+        "counts": counts,
+        "began": began,
+    }
 
 
 def drawn_alone(folder: Path, rows: int, tokens: int = 300) -> float:
@@ -207,6 +216,32 @@ def throughput(attention: str) -> None:
             ["clients", "served, tokens/s", "`plan.step`", "drawn in C++", "of the step", "of drawing"], rows
         )
     )
+
+
+def context(attention: str) -> None:
+    """Tokens per second of 8 clients after a long prompt, with this mechanism and with softmax."""
+    rows, clients = [], 8
+    for name in (attention, "softmax"):
+        with server(model_folder(name), "--states", "memory:", "--memory", "8GB") as running:
+            MODELS[running.port] = name
+            for length in (4_096, 16_384):
+                texts = ["".join(random.Random(i).choices("abcdefgh ", k=length)) for i in range(clients)]
+
+                found = asyncio.run(all_of(running.port, texts, 4_000 if name == attention else 2_000))
+                begin, end = max(x["times"][0] for x in found), min(x["times"][-1] for x in found)
+                drawn = sum(between(x, begin, end) for x in found)
+                rows.append([name, f"{length:,}", f"{drawn / (end - begin):,.0f}"])
+    print(table(["8 clients", "tokens before", "tokens/s"], rows))
+
+
+async def all_of(port: int, texts: list[str], tokens: int) -> list[dict]:
+    return await asyncio.gather(*(completion(port, text, tokens, seed=1) for text in texts))
+
+
+def between(found: dict, begin: float, end: float) -> int:
+    """Return how many tokens came after the message at `begin`, up to that at `end`."""
+    counts = [n for t, n in zip(found["times"], found["counts"], strict=True) if begin <= t <= end]
+    return counts[-1] - counts[0] if counts else 0
 
 
 def prompt(attention: str) -> None:
@@ -407,7 +442,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["throughput", "prompt", "sessions", "memory", "failures"])
+    parser.add_argument("what", choices=["throughput", "context", "prompt", "sessions", "memory", "failures"])
     parser.add_argument("--attention", default="linear")
     parser.add_argument("--requests", type=int, default=100_000)
     arguments = parser.parse_args()
@@ -417,9 +452,8 @@ def main() -> None:
     if arguments.what == "memory":
         memory(arguments.attention, arguments.requests)
     else:
-        {"throughput": throughput, "prompt": prompt, "sessions": sessions, "failures": failures}[
-            arguments.what
-        ](arguments.attention)
+        cases = (throughput, context, prompt, sessions, failures)
+        {case.__name__: case for case in cases}[arguments.what](arguments.attention)
 
 
 if __name__ == "__main__":
