@@ -377,7 +377,7 @@ def test_a_state_of_another_model_is_refused():
     engines = made(model), made(other)
     *_, finished = asyncio.run(go(engines[0], job(model, [1], 3, keep=True)))
     [state] = finished.snapshots
-    with pytest.raises(EngineError, match="fixed of the state is"):
+    with pytest.raises(EngineError, match=r"the state has .* bytes, but must have"):
         asyncio.run(go(engines[1], Job([1], 3, state=state)))
     for engine in engines:
         engine.drain(5)
@@ -417,3 +417,24 @@ def test_nobody_waits_for_an_engine_that_failed(monkeypatch):
             engine.submit(job(model, [1], 1))
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("name", ["linear", "softmax"])
+def test_tensors_that_are_no_state_are_refused(name):
+    runner = PlanRunner(plan(decoder(**MODELS[name])))
+    _, state = runner.read(torch.arange(20), runner.empty(), "none")
+    tensors = runner.tensors(state)
+    assert torch.equal(runner.state(tensors, 20).fixed, state.fixed)
+    swapped = {"fixed": tensors["cache"], "cache": tensors["fixed"]}
+    wrong = [
+        tensors | {"fixed": tensors["fixed"][0]},
+        tensors | {"fixed": tensors["fixed"].int()},
+        {},
+        swapped,
+    ]
+    for given in [*wrong, {"fixed": tensors["fixed"]}, {**tensors, "more": torch.zeros(0)}]:
+        with pytest.raises(ValueError, match="the state"):
+            runner.state(given, 20)
+    if name == "softmax":  # a length that nobody has memory for
+        with pytest.raises(ValueError, match=r"must have .* after 1000000000000 tokens"):
+            runner.state(tensors, 10**12)

@@ -138,6 +138,10 @@ class PlanRunner:
 
     def state(self, tensors: Mapping[str, Tensor], tokens: int) -> PlanState:
         """Make the state after that many tokens of what `tensors` returned."""
+        # First of all, since anybody may have written the number of tokens: it could take all memory.
+        found, expected = 8 + sum(x.nbytes for x in tensors.values()), self.plan.state_bytes(tokens)
+        if found != expected:
+            raise ValueError(f"the state has {found} bytes, but must have {expected} after {tokens} tokens")
         like = self.plan.resized(self.plan.init_state(1), tokens)
         check_like(tensors, {"fixed": like.fixed, "cache": like.cache})
         return PlanState(torch.tensor([tokens]), tensors["fixed"].clone(), tensors["cache"].clone())
