@@ -7,7 +7,7 @@ import torch
 from planned import MODELS, V, decoder
 
 from unrolled.decode import plan
-from unrolled.decode.batch import MOST_TOLD, Batch
+from unrolled.decode.batch import MOST_TOLD, Batch, Drawing
 from unrolled.decode.request import Request
 from unrolled.generation import engine
 from unrolled.ops import native
@@ -42,7 +42,8 @@ def test_rows_have_their_own_options_and_begin_when_they_like(name):
         seen[prompt] = 1
         penalised = request.sampling.repetition_penalty != 1
         key, stops = int(request.keys[0]), request.stops
-        batch.start(row, state, request.sampling, key, request.limit, stops, seen if penalised else None)
+        drawing = Drawing(request.sampling, key, request.limit, stops, seen if penalised else None)
+        batch.start(row, state, drawing)
         batch.draw(3)  # those that began before go on
     while batch.active.any():
         batch.draw(4)
@@ -56,13 +57,13 @@ def test_a_row_that_was_ended_begins_again():
     p = plan(decoder())
     batch = Batch(p, torch.zeros(2, V))
     greedy = Request.of(p.config, [[1]], 9, temperature=0).sampling
-    batch.start(1, p.init_state(1), greedy, 0, 9, [])
+    batch.start(1, p.init_state(1), Drawing(greedy, 0, 9, []))
     batch.draw(5)
     batch.end(1, 2)
     assert len(batch.tokens(1)) == 2
     assert not batch.active.any()
     batch.draw(5)
-    batch.start(1, p.init_state(1), greedy, 0, 3, [])
+    batch.start(1, p.init_state(1), Drawing(greedy, 0, 3, []))
     batch.draw(5)
     assert len(batch.tokens(1)) == 3
 
@@ -74,7 +75,7 @@ def test_a_row_tells_the_logits_that_its_tokens_were_drawn_from():
     for row in (0, 1):
         state = p.init_state(1)
         p.read(prompt, torch.zeros_like(prompt), torch.tensor([-1, -1, row]), [state], batch.logits)
-        batch.start(row, state, greedy, 0, MOST_TOLD + 2, [], tells=row == 1)
+        batch.start(row, state, Drawing(greedy, 0, MOST_TOLD + 2, [], tells=row == 1))
     batch.draw(100)
     assert batch.length.tolist() == [MOST_TOLD, MOST_TOLD]
     drawn = batch.tokens(1)
@@ -91,7 +92,7 @@ def test_a_row_that_cannot_go_on_leaves_the_others():
     batch.logits[1] = float("nan")
     greedy = Request.of(p.config, [[1]], 9, temperature=0).sampling
     for row in range(3):
-        batch.start(row, p.init_state(1), greedy, 0, 9, [])
+        batch.start(row, p.init_state(1), Drawing(greedy, 0, 9, []))
     batch.draw(9)
     assert batch.failed() == [1]
     assert "row 1 hold NaN" in batch.reason(1)

@@ -1,7 +1,7 @@
 """Sequences that a plan continues side by side, each with options of its own."""
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,27 @@ if TYPE_CHECKING:
 
 
 MOST_TOLD = 16  # tokens that are drawn at once while a row tells its logits
+
+
+class Drawing(NamedTuple):
+    """How a row is continued.
+
+    Attributes:
+        sampling: how its tokens are drawn.
+        key: of its random stream; see `unrolled.generation.sampling.uniform`.
+        limit: the most new tokens, at least 1.
+        stops: sequences of token ids that end it.
+        seen: [vocab_size] uint8, 1 for each token that has occurred, for a penalty of repetition; it is
+            updated.
+        tells: whether to keep the logits that tokens are drawn from.
+    """
+
+    sampling: Sampling
+    key: int
+    limit: int
+    stops: list[list[int]]
+    seen: Tensor | None = None
+    tells: bool = False
 
 
 class Batch:
@@ -46,31 +67,15 @@ class Batch:
         """Whether each row is continued: [rows] bool."""
         return self._status == native.enum("RowStatus")["ACTIVE"]
 
-    def start(
-        self,
-        row: int,
-        state: "PlanState",
-        sampling: Sampling,
-        key: int,
-        limit: int,
-        stops: list[list[int]],
-        seen: Tensor | None = None,
-        *,
-        tells: bool = False,
-    ) -> None:
+    def start(self, row: int, state: "PlanState", drawing: Drawing) -> None:
         """Continue a row, from the logits that it has.
 
         Args:
             row: its number.
             state: of one sequence; it is updated in place, or replaced by a larger one.
-            sampling: how its tokens are drawn.
-            key: of its random stream; see `unrolled.generation.sampling.uniform`.
-            limit: the most new tokens, at least 1.
-            stops: sequences of token ids that end it.
-            seen: [vocab_size] uint8, 1 for each token that has occurred, for a penalty of repetition; it is
-                updated.
-            tells: whether to keep the logits that tokens are drawn from.
+            drawing: how it is continued.
         """
+        sampling, key, limit, stops, seen, tells = drawing
         self.states[row] = state
         self.told[row] = torch.empty(MOST_TOLD, self.logits.shape[1]) if tells else None
         ends = torch.tensor([len(ids) for ids in stops], dtype=torch.long).cumsum(0)

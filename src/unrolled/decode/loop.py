@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from unrolled.decode.batch import Batch
+from unrolled.decode.batch import Batch, Drawing
 from unrolled.decode.request import OnToken, Request
 from unrolled.ops.state import map_tensors, select
 
@@ -27,7 +27,7 @@ def run(plan: "Plan", request: Request, on_token: OnToken | None) -> list[Tensor
     for row, key in enumerate(request.keys.tolist()):
         of_row = map_tensors(partial(_row, row), state)
         used = None if seen is None else seen[row]
-        batch.start(row, of_row, request.sampling, key, request.limit, request.stops, used)
+        batch.start(row, of_row, Drawing(request.sampling, key, request.limit, request.stops, used))
     while (active := batch.active).any():
         before, began = batch.length.clone(), time.perf_counter()
         batch.draw(min(block, request.limit - int(before[active].min())))

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from unrolled.decode import Plan, PlanState
-from unrolled.decode.batch import Batch
-from unrolled.decode.request import Sampling
+from unrolled.decode.batch import Batch, Drawing
 
 Wanted = Literal["none", "last", "all"]
 
@@ -25,18 +24,7 @@ class Rows(Protocol):
     def active(self) -> Tensor:
         """Whether each row is continued: [rows] bool."""
 
-    def start(
-        self,
-        row: int,
-        state: Any,
-        sampling: Sampling,
-        key: int,
-        limit: int,
-        stops: list[list[int]],
-        seen: Tensor | None = None,
-        *,
-        tells: bool = False,
-    ) -> None:
+    def start(self, row: int, state: Any, drawing: Drawing) -> None:
         """Continue a row, from the logits that it has."""
 
     def draw(self, most: int) -> None:

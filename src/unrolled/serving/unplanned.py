@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unrolled.contract import Recurrent
-from unrolled.decode.batch import MOST_TOLD
+from unrolled.decode.batch import MOST_TOLD, Drawing
 from unrolled.decode.request import Sampling
 from unrolled.generation import sampling as drawing
 from unrolled.generation.engine import filtered
@@ -86,27 +86,15 @@ class ModelRows:
         self.active = torch.zeros(count, dtype=torch.bool)
         self.states: list[Any] = [None] * count
         self.told: list[Tensor | None] = [None] * count
-        self._options: list[tuple[Sampling, int, int, list[list[int]]]] = [(Sampling(), 0, 0, [])] * count
-        self._seen: list[Tensor | None] = [None] * count
+        self._drawings = [Drawing(Sampling(), 0, 0, [])] * count
         self._drawn: list[list[int]] = [[] for _ in range(count)]
         self._failed: dict[int, str] = {}
 
-    def start(
-        self,
-        row: int,
-        state: Any,
-        sampling: Sampling,
-        key: int,
-        limit: int,
-        stops: list[list[int]],
-        seen: Tensor | None = None,
-        *,
-        tells: bool = False,
-    ) -> None:
+    def start(self, row: int, state: Any, drawing: Drawing) -> None:
         """Continue a row, from the logits that it has."""
         self._failed.pop(row, None)
-        self.states[row], self._options[row], self._seen[row] = state, (sampling, key, limit, stops), seen
-        self.told[row] = torch.empty(MOST_TOLD, self.logits.shape[1]) if tells else None
+        self.states[row], self._drawings[row] = state, drawing
+        self.told[row] = torch.empty(MOST_TOLD, self.logits.shape[1]) if drawing.tells else None
         self._drawn[row], self.length[row], self.active[row] = [], 0, True
 
     def draw(self, most: int) -> None:
@@ -136,8 +124,8 @@ class ModelRows:
         return self._failed[row]
 
     def _draw_one(self, row: int, step: int) -> None:
-        options, key, limit, stops = self._options[row]
-        drawn, seen, told = self._drawn[row], self._seen[row], self.told[row]
+        options, key, limit, stops, seen, _ = self._drawings[row]
+        drawn, told = self._drawn[row], self.told[row]
         logits = self.logits[row : row + 1]
         if told is not None:
             told[step] = logits[0]

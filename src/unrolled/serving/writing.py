@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unrolled.decode.batch import Drawing
 from unrolled.serving.jobs import Drawn, EngineError, Event, Finished, Run
 from unrolled.serving.reading import Reading, logprobs
 from unrolled.serving.runner import Runner
@@ -69,7 +70,7 @@ class Writing:
             self._rows.logits[row] = reading.logits[0]
             tells = job.logprobs is not None
             seen = self._seen(reading) if job.sampling.repetition_penalty != 1 else None
-            self._rows.start(row, state, job.sampling, key, job.limit, job.stops, seen, tells=tells)
+            self._rows.start(row, state, Drawing(job.sampling, key, job.limit, job.stops, seen, tells))
             self._open[row] = _Continuation(reading, index, row)
 
     def drop(self, run: Run) -> None:
