@@ -29,6 +29,8 @@ class Reading:
         logits: [1, vocab_size], of what follows the prompt.
         state: of what was read so far.
         tokens: all tokens that follow the state, int64.
+        start: how many tokens the state had read.
+        room: how many tokens there may be in all, with those that are drawn.
 
     Raises:
         ValueError: the state of the job is not of this model.
@@ -40,7 +42,7 @@ class Reading:
         before = [] if job.state is None else [job.state.pending]
         self.tokens = np.array([*before, *job.tokens], np.int64)
         self.start = 0 if job.state is None else job.state.length - 1
-        room = self.start + len(self.tokens) + job.limit
+        self.room = self.start + len(self.tokens) + job.limit
         self._at, self._junction = 0, None
         self._shared = job.state is None and len(self.tokens) > SHORTEST
         kept: Any = None
@@ -49,7 +51,7 @@ class Reading:
         if job.state is not None:
             kept = runner.state(job.state.tensors, self.start)
         self.cached = self.start + self._at
-        self.state = runner.copy(runner.empty() if kept is None else kept, room)
+        self.state = runner.copy(runner.empty() if kept is None else kept, self.room)
         self.logits = torch.empty(0, runner.vocab_size)
         self.logprobs: list[TokenLogprob | None] | None = None
         if job.prompt_logprobs:

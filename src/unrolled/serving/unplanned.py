@@ -70,9 +70,7 @@ class ModelRunner:
 
     def _after(self, tokens: int) -> Any:
         """The state after that many tokens 0: its shapes are those of any other sequence."""
-        state = self.model.init_state(1)
-        if tokens:
-            _, state = self.model.prefill(torch.zeros(1, tokens, dtype=torch.long), state)
+        _, state = self.model.prefill(torch.zeros(1, tokens, dtype=torch.long), self.model.init_state(1))
         return state
 
 

@@ -63,8 +63,7 @@ class Writing:
         job, run = reading.run.job, reading.run
         self.give_back(len(job.keys))
         self._snapshots[run] = {}
-        room = reading.start + len(reading.tokens) + job.limit
-        states = [reading.state, *(self._runner.copy(reading.state, room) for _ in job.keys[1:])]
+        states = [reading.state, *(self._runner.copy(reading.state, reading.room) for _ in job.keys[1:])]
         for index, (key, state) in enumerate(zip(job.keys, states, strict=True)):
             row = self._free.pop()
             self._rows.logits[row] = reading.logits[0]
@@ -101,18 +100,18 @@ class Writing:
     def _after(self, x: _Continuation, active: bool, before: Any) -> list[tuple[Run, Event | EngineError]]:
         """Look at what was drawn for a continuation."""
         run, row = x.reading.run, x.row
-        drawn: list[int] = self._rows.tokens(row).tolist()
-        new = drawn[x.told :]
+        tokens = self._rows.tokens(row)  # all of them: only the new ones are looked at until the end
+        new: list[int] = tokens[x.told :].tolist()
         state, kept = self._rows.states[row], None
         if x.job.watch is not None and (kept := x.job.watch(x.index, new)) is not None:
             if before is not None and (kept < len(new) or active):
-                state = self._runner.copy(before, x.reading.start + len(x.reading.tokens) + len(drawn))
+                state = self._runner.copy(before, x.reading.room)
                 for token in new[: kept - 1]:  # one by one, as they were read before
                     _, state = self._runner.read(torch.tensor([token]), state, "none")
             new = new[:kept]
-            drawn = drawn[: x.told + kept]
-        finish = None
+        finish, drawn = None, list[int]()
         if kept is not None or not active:
+            drawn = tokens[: x.told + len(new)].tolist()
             stopped = kept is not None or any(drawn[-len(ids) :] == ids for ids in x.job.stops)
             finish = "stop" if stopped else "length"
         told = self._rows.told[row]
