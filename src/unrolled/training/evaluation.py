@@ -64,11 +64,15 @@ def evaluating(model: Trainable) -> Iterator[torch.device]:
 def batch_loss(model: Trainable, batch: Batch, config: TrainConfig, device: torch.device) -> Tensor:
     """Mean loss over the targets of a batch, in nats per token, under the autocast of the run."""
     loss: Callable[..., Tensor] = model.loss
+    inputs, targets = batch.inputs.to(device), batch.targets.to(device)
     masks = {}  # most models take none
     if batch.key_padding_mask is not None:
         masks["key_padding_mask"] = batch.key_padding_mask.to(device)
+    if batch.cu_seqlens is not None:  # models take one row
+        masks["cu_seqlens"] = batch.cu_seqlens.to(device)
+        inputs, targets = inputs.reshape(1, -1), targets.reshape(1, -1)
     with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
-        return loss(batch.inputs.to(device), batch.targets.to(device), **masks)
+        return loss(inputs, targets, **masks)
 
 
 def count_targets(batch: Batch) -> int:
