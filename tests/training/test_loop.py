@@ -136,8 +136,8 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(tmp_
 def test_a_batch_or_split_without_targets_is_refused(tmp_path):
     class Empty(Cycles):
         def batch(self, split, *, step, batch_size, seed):
-            inputs, targets, _ = super().batch(split, step=step, batch_size=batch_size, seed=seed)
-            return Batch(inputs, torch.full_like(targets, -100))
+            batch = super().batch(split, step=step, batch_size=batch_size, seed=seed)
+            return Batch(batch.inputs, torch.full_like(batch.targets, -100))
 
     with pytest.raises(ValueError, match="training batch of step 1 has no target"):
         run(tmp_path / "a", data=Empty())
