@@ -117,7 +117,9 @@ class Decoder(LanguageModel[DecoderState], RecomputingModel):
     ) -> tuple[Tensor, DecoderState]:
         """Read tokens `[B,T]`, continuing from a state: `[B,T,d_model]` and the new state."""
         x = self.positions(self.embedding(tokens), start=state.position, key_padding_mask=key_padding_mask)
-        hidden, layers = self.stack.prefill(self.dropout(x), state.layers, key_padding_mask=key_padding_mask)
+        hidden, layers = self.stack.prefill(
+            self.dropout(x), state.layers, key_padding_mask=key_padding_mask, recompute=self.recompute
+        )
         read = tokens.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(dim=1)
         return hidden, DecoderState(state.position + read, layers)
 
