@@ -11,6 +11,7 @@ from unrolled.contract import IGNORED, Batch, Dataset
 from unrolled.training._session import own_random_state
 from unrolled.training.config import TrainConfig
 from unrolled.training.interfaces import Trainable
+from unrolled.training.processes import ALONE, Processes
 
 
 class EvaluationStoppedError(Exception):
@@ -18,7 +19,12 @@ class EvaluationStoppedError(Exception):
 
 
 def evaluate(
-    model: Trainable, dataset: Dataset, config: TrainConfig, *, stop: Callable[[], bool] = lambda: False
+    model: Trainable,
+    dataset: Dataset,
+    config: TrainConfig,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    processes: Processes = ALONE,
 ) -> float:
     """Mean loss over all targets of the validation split, in nats per token.
 
@@ -30,6 +36,8 @@ def evaluate(
         dataset: its `eval_batches` are evaluated.
         config: batch size and number of batches.
         stop: called before each batch; True stops the evaluation.
+        processes: those that share the batches, each with the model. Their losses are added in the order of
+            the batches, so that the result is that of one process.
 
     Raises:
         EvaluationStoppedError: `stop` returned True.
@@ -37,14 +45,24 @@ def evaluate(
     """
     nats, targets = 0.0, 0
     with evaluating(model) as device:
-        for batch in islice(dataset.eval_batches(config.batch_size), config.eval_batches):
+        batches = islice(dataset.eval_batches(config.batch_size), config.eval_batches)
+        while some := list(islice(batches, processes.size)):
             if stop():
                 raise EvaluationStoppedError
-            if count := count_targets(batch):
-                nats += batch_loss(model, batch, config, device).item() * count
-                targets += count
+            counts = [count_targets(batch) for batch in some]
+            if not any(counts):
+                continue
+            mine = processes.rank
+            if mine >= len(some) or not counts[mine]:  # the others wait for this process all the same
+                mine = counts.index(max(counts))
+            losses = processes.gather(batch_loss(model, some[mine], config, device).item())
+            for loss, count in zip(losses, counts, strict=False):
+                if count:
+                    nats += loss * count
+                    targets += count
     if targets == 0:
-        raise ValueError(f"the validation split has no target to predict: it is empty or all {IGNORED}")
+        error = ValueError(f"the validation split has no target to predict: it is empty or all {IGNORED}")
+        raise processes.fail(error)
     return nats / targets
 
 
