@@ -7,6 +7,7 @@ last one. With bf16, weights travel in bf16 and gradients are added in fp32.
 """
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from unrolled.training.interfaces import Trainable
 from unrolled.training.processes import Processes
 from unrolled.training.spread import Spread, whole
 
-CALLED = ("loss", "loss_from", "read_some", "prefill")
+CALLED = ("loss", "loss_from", "read_some", "prefill", "last", "prefill_last")
 """Methods of models and blocks, other than `forward`, that training or evaluation may call."""
 
 
@@ -61,6 +62,8 @@ class Shards(Spread):
         for each in (model, averaged):
             if each is not None:
                 root = cast(nn.Module, each)
+                for x in root.parameters():
+                    x.data = x.data.contiguous()  # FSDP2 takes no others
                 for unit in [*units(root), root]:
                     fully_shard(unit, mesh=mesh if copies > 1 else mesh["shard"], mp_policy=policy)
                 _prepare(root)
@@ -88,14 +91,19 @@ class Shards(Spread):
 def units(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model whose weights can be gathered one after the other.
 
-    There are none where blocks share weights, as those of Linformer can, or run each other's parts, as
-    reversible ones do. Then the model is one unit.
+    There are none where blocks share weights, as those of Linformer can, or where their parts are run apart,
+    as those of reversible blocks are. Then the model is one unit.
     """
     blocks = [module for module in model.modules() if isinstance(module, ResidualBlock)]
     owners = Counter(id(x) for block in blocks for x in block.parameters())
-    if any(isinstance(block, ReversibleBlock) for block in blocks) or any(n > 1 for n in owners.values()):
-        return []
-    return list(blocks)
+    shared = any(count > 1 for count in owners.values()) or any(
+        isinstance(value, nn.Module)  # of another block: it is no submodule of this one
+        for block in blocks
+        for module in block.modules()
+        for value in vars(module).values()
+    )
+    apart = any(isinstance(block, ReversibleBlock) for block in blocks)
+    return [] if shared or apart else list(blocks)
 
 
 def remade(model: Trainable, tensors: Mapping[str, Tensor]) -> Trainable:
@@ -110,6 +118,8 @@ def remade(model: Trainable, tensors: Mapping[str, Tensor]) -> Trainable:
 def _prepare(root: nn.Module) -> None:
     """Add gradients over processes instead of averaging them, and let more methods gather the weights."""
 
+    # A view that `forward` returns must not be changed in place, as no model does.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
