@@ -20,6 +20,8 @@ T = TypeVar("T")
 class ElsewhereError(RuntimeError):
     """Another process of the run failed. That process says why; this one only has to end."""
 
+    said_elsewhere = True
+
 
 @dataclass(frozen=True)
 class Processes:
