@@ -31,7 +31,10 @@ class Batches:
         if self.kind == "vit":
             return Batch(torch.randn(batch_size, 3, 8, 8, generator=g), labels)
         if self.kind == "ntm":
-            return Batch(torch.randn(batch_size, 6, 4, generator=g), (ids[:, :24] > 3).float()[:, :6, None].expand(-1, -1, 4))
+            return Batch(
+                torch.randn(batch_size, 6, 4, generator=g),
+                (ids[:, :24] > 3).float()[:, :6, None].expand(-1, -1, 4),
+            )
         if self.kind == "ntm_numbers":
             return Batch(torch.randn(batch_size, 6, 4, generator=g), torch.randn(batch_size, 4, generator=g))
         if self.kind == "memory_network":
@@ -49,7 +52,16 @@ class Batches:
 def cases() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Name, kind and fields of each model."""
     yield "memory_network", "memory_network", {"noise": 0.0}
-    for kind in ("memnn", "ntm", "ntm_numbers", "rnn_seq2seq", "luong_seq2seq", "lstmn_seq2seq", "deep_lstmn_seq2seq", *TRANSFORMERS):
+    for kind in (
+        "memnn",
+        "ntm",
+        "ntm_numbers",
+        "rnn_seq2seq",
+        "luong_seq2seq",
+        "lstmn_seq2seq",
+        "deep_lstmn_seq2seq",
+        *TRANSFORMERS,
+    ):
         yield kind, kind, {}
     for cell in recurrent.names():
         yield f"recurrent_lm of {cell}", "recurrent_lm", {"cell": cell}
@@ -62,13 +74,21 @@ def cases() -> Iterator[tuple[str, str, dict[str, Any]]]:
             if able:
                 yield f"{kind} of {name}", kind, {"attention": name}
         if supports.cross and supports.single_queries and supports.causal:
-            yield f"encoder_decoder of {name}", "encoder_decoder", {"attention": name, "cross_attention": name}
+            yield (
+                f"encoder_decoder of {name}",
+                "encoder_decoder",
+                {"attention": name, "cross_attention": name},
+            )
     yield "hybrid", "decoder", {"attention": ["linear", "softmax"]}
     yield "reversible", "decoder", {"reversible": True}
     yield "reversible reformer", "decoder", {"attention": "reformer", "reversible": True}
     yield "tied", "decoder", {"tie_embeddings": True}
     for sharing in ("headwise", "key-value", "layerwise"):
-        yield f"linformer {sharing}", "encoder", {"attention": "linformer", "attention_options": {"linformer": {"sharing": sharing}}}
+        yield (
+            f"linformer {sharing}",
+            "encoder",
+            {"attention": "linformer", "attention_options": {"linformer": {"sharing": sharing}}},
+        )
 
 
 def made(kind: str, fields: dict[str, Any]) -> SavedModel:

@@ -17,7 +17,9 @@ context.set_forkserver_preload(
 )
 
 
-def on(size: int, folder: Path, function: Callable[..., Any], *arguments: Any, seconds: float = 120) -> list[Any]:
+def on(
+    size: int, folder: Path, function: Callable[..., Any], *arguments: Any, seconds: float = 120
+) -> list[Any]:
     """Return what `function(rank, *arguments)` returns on each process, or the exception that it raises.
 
     `folder` is an existing one, in which the processes find each other.

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -72,7 +72,7 @@ class Update(NamedTuple):
         loss: mean over the targets, in nats.
         grad_norm: norm of the whole gradient, before it was clipped.
         targets: how many there were, on all processes.
-        sums: the numbers in `told`, added up over the processes.
+        sums: what `tell` returned, added up over the processes.
     """
 
     loss: float
@@ -82,11 +82,15 @@ class Update(NamedTuple):
 
 
 def update(
-    state: TrainState, dataset: Dataset, config: TrainConfig, lr: float, told: Sequence[float] = ()
+    state: TrainState,
+    dataset: Dataset,
+    config: TrainConfig,
+    lr: float,
+    tell: Callable[[], list[float]] = list,
 ) -> Update:
     """Make one optimiser step, each process with its share of the batches.
 
-    `told` are numbers that travel with the loss, in the one all-reduce of an update besides the gradients.
+    What `tell` returns travels with the loss, in the one all-reduce of an update besides the gradients.
     """
     step, processes = state.progress.step, state.processes
     if config.redraw_every is not None:
@@ -114,8 +118,8 @@ def update(
             loss.backward()  # type: ignore[no-untyped-call]
         parts.append(loss.detach())
     counted = [int(x) - b for x, b in zip(counters, before, strict=True)]
-    total, *sums = processes.sum([torch.stack(parts).sum().item(), *told, *counted])
-    for x, b, count in zip(counters, before, sums[len(told) :], strict=True):
+    total, *sums = processes.sum([torch.stack(parts).sum().item(), *counted, *tell()])
+    for x, b, count in zip(counters, before, sums[: len(counted)], strict=True):
         x.fill_(b + int(count))
     parameters = [x for optimizer in state.optimizers for g in optimizer.param_groups for x in g["params"]]
     grad_norm = whole(torch.nn.utils.clip_grad_norm_(parameters, config.clip_norm or math.inf)).item()
@@ -132,7 +136,7 @@ def update(
         optimizer.step()
     if state.averaged is not None and config.ema is not None:
         average(state.averaged, state.model, config.ema, step + 1)
-    return Update(total, grad_norm, sum(map(count_targets, batches)), sums[: len(told)])
+    return Update(total, grad_norm, sum(map(count_targets, batches)), sums[len(counted) :])
 
 
 def _seed(seed: int, step: int, rank: int) -> int:

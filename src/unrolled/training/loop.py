@@ -217,7 +217,7 @@ class _Run:
         p, config = self.state.progress, self.config
         began = time.perf_counter()
         lr = self.state.schedule.lr(p.step, p.seconds)
-        done = _steps.update(self.state, self.dataset, config, lr, self._tell())
+        done = _steps.update(self.state, self.dataset, config, lr, self._tell)
         p.step += 1
         p.recent.add(done.loss, done.targets, time.perf_counter() - began)
         if self.state.processes.alone:
