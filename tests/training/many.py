@@ -5,7 +5,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,17 +16,15 @@ context.set_forkserver_preload(
 )
 
 
-def on(
-    size: int, folder: Path, function: Callable[..., Any], *arguments: Any, seconds: float = 120
-) -> list[Any]:
+def on(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120) -> list[Any]:
     """Return what `function(rank, *arguments)` returns on each process, or the exception that it raises.
 
-    `folder` is an existing one, in which the processes find each other.
+    None for a process that was killed.
     """
-    meeting = folder / f"meeting-{time.monotonic_ns()}"
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     children = [
-        context.Process(target=_run, args=(rank, size, str(meeting), sender, function, arguments))
+        context.Process(target=_run, args=(rank, size, store.port, sender, function, arguments))
         for rank, (_, sender) in enumerate(pipes)
     ]
     for child, (_, sender) in zip(children, pipes, strict=True):
@@ -41,7 +38,7 @@ def on(
             try:
                 found.append(receiver.recv())
             except EOFError:
-                found.append(None)  # it was killed
+                found.append(None)
     finally:
         for child in children:
             child.join(max(0.1, deadline - time.monotonic()) if len(found) == size else 0.1)
@@ -59,12 +56,13 @@ def results(*arguments: Any, **options: Any) -> list[Any]:
 
 
 def _run(
-    rank: int, size: int, meeting: str, sender: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int, size: int, port: int, sender: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     try:
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+        store = dist.TCPStore("localhost", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         found = function(rank, *arguments)
     except BaseException as error:
         error.add_note(traceback.format_exc())

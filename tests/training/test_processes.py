@@ -101,7 +101,7 @@ MANY = {
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
     folder = tmp_path_factory.mktemp("two")
-    found = results(2, folder, several, [(folder / name, STEPS | x) for name, x in MANY.items()])
+    found = results(2, several, [(folder / name, STEPS | x) for name, x in MANY.items()])
     return folder, {name: [rank[i] for rank in found] for i, name in enumerate(MANY)}
 
 
@@ -165,7 +165,7 @@ class Draws(StandIn):
 @pytest.fixture(scope="module")
 def more(tmp_path_factory: pytest.TempPathFactory, on_two: Any) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("more")
-    return folder, results(2, folder, more_on_two, folder, on_two[0])
+    return folder, results(2, more_on_two, folder, on_two[0])
 
 
 def test_whole_micro_batches_give_the_bits_of_one_process(more, alone):
@@ -229,7 +229,7 @@ def on_four(rank: int, folder: Path, two: Path) -> dict[str, Any]:
 
 
 def test_four_processes_are_one(on_two, alone, tmp_path):
-    found = results(4, tmp_path, on_four, tmp_path, on_two[0])
+    found = results(4, on_four, tmp_path, on_two[0])
     for name, options in (("2 x 2", {"accumulate": 3}), ("4 copies", {})):
         one, (seen, weights, _) = alone(**STEPS | options)
         assert rows_of([x[name] for x in found]) == sorted(seen)

@@ -204,21 +204,10 @@ def load(run_dir: Path, state: TrainState, identity: Mapping[str, object], free:
     return True
 
 
-def remove(run_dir: Path) -> None:
-    """Remove the checkpoint in the folder of a run, if there is one."""
-    (run_dir / FILE).unlink(missing_ok=True)
-    _sharded.remove(run_dir)
-
-
 def _last(run_dir: Path) -> Path | None:
-    """Return the file of the later checkpoint; there are two after a crash while one replaced the other."""
-    file, folder = run_dir / FILE, run_dir / _sharded.DOCUMENT
-    if not folder.exists():
-        return file if file.exists() else None
-    if not file.exists():
-        return folder
-    step = json.loads(_text(file))["progress"]["step"]
-    return folder if _sharded.read_document(run_dir)["progress"]["step"] >= step else file
+    """Return the file of the last checkpoint; there are two after a crash while one replaced the other."""
+    found = [x for x in (run_dir / FILE, run_dir / _sharded.DOCUMENT) if x.exists()]
+    return max(found, key=lambda file: file.stat().st_mtime_ns, default=None)
 
 
 def _dealt_out(whole: Mapping[str, Tensor], shapes: _sharded.Shapes, state: TrainState) -> dict[str, Tensor]:

@@ -150,8 +150,6 @@ class _Run:
         p, config, first = self.state.progress, self.config, self.state.processes.first
         self.started = time.perf_counter() - p.seconds
         if not resumed:
-            if first:
-                checkpoint.remove(self.run_dir)
             self._save_checkpoint()  # so that a run killed early restarts from the same weights
         with ExitStack() as stack:
             log: RunLog = SilentLog()
