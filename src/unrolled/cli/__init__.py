@@ -1,5 +1,6 @@
 """The command line. Each command is a module here, and imports torch only when it runs."""
 
+import os
 import signal
 from typing import Annotated, Any
 
@@ -34,7 +35,8 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt as error:
             number = getattr(error, "signal", signal.SIGINT)  # a signal ended the run
             by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
-            typer.echo(f"interrupted{by}", err=True)
+            if os.environ.get("RANK", "0") == "0":  # of the processes of one run
+                typer.echo(f"interrupted{by}", err=True)
             raise typer.Exit(128 + number) from None
         except (typer.Exit, typer.Abort):
             raise  # normal exits of typer, such as --help
@@ -43,7 +45,8 @@ class _Commands(TyperGroup):
         except (ValueError, ArithmeticError, RuntimeError, MemoryError, OSError, ImportError) as error:
             if ctx.params["debug"]:
                 raise
-            typer.secho(f"error: {_sentence(error)}", fg=typer.colors.RED, err=True)
+            if not getattr(error, "said_elsewhere", False):
+                typer.secho(f"error: {_sentence(error)}", fg=typer.colors.RED, err=True)
             raise typer.Exit(2) from error
 
 

@@ -69,6 +69,12 @@ def train(
       unrolled train --dry-run --config book.yaml
 
     \b
+    On several processes or machines, by torchrun; batch_size is that of all of them together:
+      torchrun --nproc-per-node 2 -m unrolled train data.name=text data.path=book.txt run_dir=runs/book
+      torchrun --nnodes 4 --nproc-per-node 8 --max-restarts 3 --rdzv-backend c10d \
+        --rdzv-endpoint host:29500 -m unrolled train --config big.yaml train.shard=8
+
+    \b
     The file:
       data: {name: text, path: book.txt, length: 256}
       model: {d_model: 128, n_layers: 2, positions: rotary}
@@ -78,7 +84,7 @@ def train(
     \b
     The run folder will hold
       model.safetensors, config.json   the weights with the best validation loss
-      last.safetensors                 the last checkpoint
+      last.safetensors                 the last checkpoint; last.json and last/ where it is sharded
       log.jsonl                        the losses
       run.yaml                         all settings, to be used as such a file
       vocabulary.json                  what the token ids stand for
@@ -91,40 +97,53 @@ def train(
     from unrolled.data import VOCABULARY_FILE
     from unrolled.folders import check_folder, contents
     from unrolled.models.saving import CONFIG_FILE, PLAN_FILE, WEIGHTS_FILE
+    from unrolled.training.processes import joined
 
-    run = run_config.resolve(run_config.read(config, overrides or [], data_dir))
+    with joined() as processes:
+        with processes.agreed():
+            if dry_run and not processes.alone:
+                raise ValueError("--dry-run is for one process: run it without torchrun")
+            run = run_config.resolve(run_config.read(config, overrides or [], data_dir))
 
-    def made_before() -> bool:
-        found = contents(run.run_dir)
-        begun = "last.safetensors" in found or not {WEIGHTS_FILE, PLAN_FILE} & found
-        return run_config.FILE_NAME in found and begun
+            def made_before() -> bool:
+                found = contents(run.run_dir)
+                begun = {"last.safetensors", "last.json"} & found or not {WEIGHTS_FILE, PLAN_FILE} & found
+                return run_config.FILE_NAME in found and bool(begun)
 
-    check_folder(run.run_dir, "a run of unrolled train with its checkpoint", made_before, force=force)
-    torch.manual_seed(run.train.seed)  # the initial weights
-    where = choose(device)
-    model: Any = run.kind(run.model).to(where)
-    run.dataset.vocabulary.attach(model)
+            if processes.first:
+                what = "a run of unrolled train with its checkpoint"
+                check_folder(run.run_dir, what, made_before, force=force)
+            torch.manual_seed(run.train.seed)  # the initial weights
+            where = choose(device)
+            model: Any = run.kind(run.model).to(where)
+            run.dataset.vocabulary.attach(model)
 
-    if dry_run:
-        _print(training.dry_run(model, run.dataset, run.train, run.run_dir, resume=resume), run, where)
-        return
+        if dry_run:
+            _print(training.dry_run(model, run.dataset, run.train, run.run_dir, resume=resume), run, where)
+            return
 
-    def start(resumed: bool) -> None:
-        run.save()
-        if not resumed:
-            for file in (CONFIG_FILE, WEIGHTS_FILE, VOCABULARY_FILE):  # those of an earlier run
-                (run.run_dir / file).unlink(missing_ok=True)
+        def start(resumed: bool) -> None:
+            run.save()
+            if not resumed:
+                for file in (CONFIG_FILE, WEIGHTS_FILE, VOCABULARY_FILE):  # those of an earlier run
+                    (run.run_dir / file).unlink(missing_ok=True)
 
-    parameters = sum(x.numel() for x in model.parameters())
-    typer.echo(f"{parameters:,} parameters, run folder {run.run_dir}", err=True)
-    result = training.train(
-        model, run.dataset, run.train, run.run_dir, resume=resume, tensorboard=tensorboard, on_start=start
-    )
-    _report(result, run)
+        if processes.first:
+            parameters = sum(x.numel() for x in model.parameters())
+            others = "" if processes.alone else f"{processes.size} processes, "
+            typer.echo(f"{parameters:,} parameters, {others}run folder {run.run_dir}", err=True)
+        result = training.train(
+            model, run.dataset, run.train, run.run_dir, resume=resume, tensorboard=tensorboard, on_start=start
+        )
+        if processes.first:
+            _report_loss(result, run)
+        result.raise_if_interrupted()
+        if processes.first:
+            _report_use(run)
 
 
-def _report(result: "TrainResult", run: "Run") -> None:
-    """Print the best loss of a training, and the command that uses the model."""
+def _report_loss(result: "TrainResult", run: "Run") -> None:
+    """Print the best loss of a training."""
     import math
 
     from unrolled.cli import run_config
@@ -134,7 +153,11 @@ def _report(result: "TrainResult", run: "Run") -> None:
         bits = f", {result.best_val / math.log(2):.3f} bits/dim" if vocabulary.kind == "image" else ""
         unit = run_config.unit(task, run.kind)
         typer.echo(f"best validation loss {result.best_val:.3f} {unit}{bits}", err=True)
-    result.raise_if_interrupted()
+
+
+def _report_use(run: "Run") -> None:
+    """Print the command that uses the model."""
+    vocabulary, task = run.dataset.vocabulary, run.dataset.task
     if task == "tokens":
         prompt = ' --prompt "1 2 3"' if vocabulary.kind == "ids" else ""
         typer.echo(f"generate with it: unrolled generate {run.run_dir}{prompt}", err=True)

@@ -7,8 +7,10 @@ from unrolled.training.forecast import Forecast, dry_run
 from unrolled.training.log import read_log
 from unrolled.training.loop import TrainResult, train
 from unrolled.training.positions import Score, evaluate_positions
+from unrolled.training.processes import ElsewhereError
 
 __all__ = [
+    "ElsewhereError",
     "Forecast",
     "Score",
     "TrainConfig",

@@ -1,32 +1,45 @@
 """The parts of a run that write no files: start, resume from a checkpoint, and step."""
 
+import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from unrolled.contract import IGNORED, Dataset, UnsupportedError
 from unrolled.ops.random_features import Projection
 from unrolled.training import checkpoint
-from unrolled.training.averaging import average, averaged_copy
+from unrolled.training._shares import shares
+from unrolled.training.averaging import average, averaged_copy, tensors_of
 from unrolled.training.checkpoint import TrainState
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import count_targets
 from unrolled.training.gradients import add_gradient
 from unrolled.training.interfaces import Recomputes, Trainable
 from unrolled.training.optim import Schedule, build_optimizers
+from unrolled.training.processes import ALONE, Processes
 from unrolled.training.segments import check_continues
+from unrolled.training.spread import spread, whole
 
-CHECKPOINT = "last.safetensors"
 
+def begin(model: Trainable, config: TrainConfig, processes: Processes = ALONE) -> TrainState:
+    """Make the optimisers and the schedule, seed torch's random generators, and spread the model.
 
-def begin(model: Trainable, config: TrainConfig) -> TrainState:
-    """Make the optimisers and the schedule, and seed torch's random generators."""
+    Raises:
+        UnsupportedError: the optimiser cannot train a sharded model, or this torch cannot shard one.
+    """
     torch.manual_seed(config.seed)
+    device = device_of(model)
+    for x in tensors_of(model).values():
+        processes.copy_from_first(x.detach())
     averaged = None if config.ema is None else averaged_copy(model)
-    return TrainState(model, build_optimizers(model, config), Schedule(config), device_of(model), averaged)
+    spreading = spread(model, averaged, config, processes, device)
+    optimizers = build_optimizers(model, config)
+    return TrainState(model, optimizers, Schedule(config), device, spreading, processes, averaged)
 
 
 def device_of(model: Trainable) -> torch.device:
@@ -34,14 +47,13 @@ def device_of(model: Trainable) -> torch.device:
     return next(model.named_parameters())[1].device
 
 
-def go_back(path: Path, state: TrainState, identity: Mapping[str, object], config: TrainConfig) -> bool:
-    """Go back to the checkpoint, if there is one that fits."""
-    if not path.exists():
-        return False
+def go_back(run_dir: Path, state: TrainState, identity: Mapping[str, object], config: TrainConfig) -> bool:
+    """Go back to the last checkpoint in the folder of a run, if there is one that fits."""
     free = frozenset(f"train.{x}" for x in config.free_on_resume())
-    resumed = checkpoint.load(path, state, identity, free)
+    resumed = checkpoint.load(run_dir, state, identity, free)
     if config.seconds is None and (step := state.progress.step) > config.steps:
-        raise ValueError(f"steps is {config.steps}, but {path} is already at step {step}")
+        error = ValueError(f"steps is {config.steps}, but {run_dir} is already at step {step}")
+        raise state.processes.fail(error)
     return resumed
 
 
@@ -60,33 +72,69 @@ def fit(model: Trainable, config: TrainConfig) -> None:
         model.gradient_checkpointing = True
 
 
-def update(state: TrainState, dataset: Dataset, config: TrainConfig, lr: float) -> tuple[float, float, int]:
-    """Make one optimiser step; return the loss, the norm of the gradient and the number of targets."""
-    step = state.progress.step
+class Update(NamedTuple):
+    """What an optimiser step tells.
+
+    Attributes:
+        loss: mean over the targets, in nats.
+        grad_norm: norm of the whole gradient, before it was clipped.
+        targets: how many there were, on all processes.
+        sums: what `tell` returned, added up over the processes.
+    """
+
+    loss: float
+    grad_norm: float
+    targets: int
+    sums: list[float]
+
+
+def update(
+    state: TrainState,
+    dataset: Dataset,
+    config: TrainConfig,
+    lr: float,
+    tell: Callable[[], list[float]] = list,
+) -> Update:
+    """Make one optimiser step, each process with its share of the batches.
+
+    What `tell` returns travels with the loss, in the one all-reduce of an update besides the gradients.
+    """
+    step, processes = state.progress.step, state.processes
     if config.redraw_every is not None:
         _redraw(state.model, step, config.redraw_every)
+    if not processes.alone:
+        torch.manual_seed(_seed(config.seed, step, processes.rank))
     batches = [
         dataset.batch("train", step=micro_step, batch_size=config.batch_size, seed=config.seed)
         for micro_step in range(step * config.accumulate, (step + 1) * config.accumulate)
     ]
-    counts = [count_targets(batch) for batch in batches]
-    targets = sum(counts)
-    if targets == 0:
-        raise ValueError(f"the training batch of step {step + 1} has no target to predict: all are {IGNORED}")
+    own, whole_batches = shares(batches, processes)
+    if not own:
+        raise processes.fail(
+            ValueError(f"the training batch of step {step + 1} has no target to predict: all are {IGNORED}")
+        )
     for optimizer in state.optimizers:  # before, since a caller may bring a model with gradients on it
         optimizer.zero_grad()
+    counters = _counters(state.model) if whole_batches else []
+    before = [int(x) for x in counters]
     parts = []
-    for batch, count in zip(batches, counts, strict=True):
-        if count:
-            # weighed by targets, the sum is the mean over the large batch that is accumulated
-            parts.append(add_gradient(state.model, batch, count / targets, config, state.device))
-    total = torch.stack(parts).sum()
+    model, accumulating = state.spread.model, state.spread.accumulating
+    for number, (batch, weight) in enumerate(own, start=1):
+        # weighed by targets, the sum is the mean over the large batch that is accumulated
+        last = number == len(own)
+        parts.append(add_gradient(model, batch, weight, config, state.device, accumulating, last=last))
+    counted = [int(x) - b for x, b in zip(counters, before, strict=True)]
+    total, *sums = processes.sum([torch.stack(parts).sum().item(), *counted, *tell()])
+    for x, b, count in zip(counters, before, sums[: len(counted)], strict=True):
+        x.fill_(b + int(count))
     parameters = [x for optimizer in state.optimizers for g in optimizer.param_groups for x in g["params"]]
-    grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip_norm or math.inf)
+    grad_norm = whole(torch.nn.utils.clip_grad_norm_(parameters, config.clip_norm or math.inf)).item()
     if not math.isfinite(total) or not math.isfinite(grad_norm):
-        raise FloatingPointError(
-            f"the loss of step {step + 1} is {total:g} with a gradient of norm {grad_norm:g} at lr {lr:g}: "
-            "lower lr, raise warmup_steps or set clip_norm"
+        raise processes.fail(
+            FloatingPointError(
+                f"the loss of step {step + 1} is {total:g} with a gradient of norm {grad_norm:g} at lr "
+                f"{lr:g}: lower lr, raise warmup_steps or set clip_norm"
+            )
         )
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
@@ -94,7 +142,21 @@ def update(state: TrainState, dataset: Dataset, config: TrainConfig, lr: float) 
         optimizer.step()
     if state.averaged is not None and config.ema is not None:
         average(state.averaged, state.model, config.ema, step + 1)
-    return total.item(), grad_norm.item(), targets
+    return Update(total, grad_norm, sum(map(count_targets, batches)), sums[len(counted) :])
+
+
+def _seed(seed: int, step: int, rank: int) -> int:
+    """Return a seed of dropout for an update, another one for each process."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()[:8])
+
+
+def _counters(model: Trainable) -> list[Tensor]:
+    """Return the buffers that count forward passes, of which each process makes only some."""
+    return [
+        x
+        for x in tensors_of(model).values()
+        if x.numel() == 1 and not x.is_floating_point() and x.dtype != torch.bool
+    ]
 
 
 def _redraw(model: Trainable, step: int, every: int) -> None:
@@ -112,3 +174,17 @@ def identity_of(model: Trainable, dataset: Dataset, config: TrainConfig) -> dict
     first = dataset.batch("train", step=0, batch_size=config.batch_size, seed=config.seed)
     data = {"first_batch": checkpoint.fingerprint(first.inputs, first.targets)}
     return {"train": asdict(config), "model": asdict(model.config), "data": data}
+
+
+def check_same(model: Trainable, identity: Mapping[str, object], processes: Processes) -> None:
+    """Raise ValueError on a process whose model, config or data differ from those of the first."""
+    tensors = {name: f"{x.dtype} {list(x.shape)}" for name, x in tensors_of(model).items()}
+    own = checkpoint.flatten({**identity, "tensors": tensors})
+    first = processes.from_first(own)
+    with processes.agreed():
+        for name in sorted(own.keys() | first.keys()):
+            if own.get(name) != first.get(name):
+                raise ValueError(
+                    f"the processes of a run must be given the same, but {name} is {first.get(name)!r} on "
+                    f"process 0 and {own.get(name)!r} on process {processes.rank}"
+                )

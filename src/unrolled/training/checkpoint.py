@@ -1,6 +1,7 @@
 """A training run as one safetensors file: tensors for weights, optimiser and RNG, JSON for the rest.
 
-The file is replaced atomically. Names of its tensors:
+The file is replaced atomically. A sharded run writes a folder of such files instead (see `_sharded`); either
+is resumed on any number of processes. Names of the tensors:
 
     model.<name>                 parameters and buffers, shared ones once
     average.<name>               their moving averages, if the run has them
@@ -12,7 +13,7 @@ Its metadata holds one JSON document: the progress, the schedule, and the identi
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,14 @@ from torch import Tensor
 
 from unrolled.files import DIGEST_KEY, load_tensors, read_header, save_tensors
 from unrolled.folders import replacing_files
+from unrolled.training import _sharded
 from unrolled.training.averaging import tensors_of
 from unrolled.training.interfaces import Trainable
 from unrolled.training.optim import Schedule, ScheduleState
+from unrolled.training.processes import ElsewhereError, Processes
+from unrolled.training.spread import Spread, local, part_of
 
+FILE = "last.safetensors"
 JSON_KEY = "unrolled.training"
 START_OVER = "(to start over: resume=False, or --fresh)"
 
@@ -76,13 +81,16 @@ class Progress:
 class TrainState:
     """The state of a run, except the global random generators.
 
-    `averaged` is a copy of the model whose weights are moving averages, if the config has `ema`.
+    `averaged` is a copy of the model whose weights are moving averages, if the config has `ema`. `spread`
+    says how both are spread over `processes`.
     """
 
     model: Trainable
     optimizers: list[torch.optim.Optimizer]
     schedule: Schedule
     device: torch.device
+    spread: Spread
+    processes: Processes
     averaged: Trainable | None = None
     progress: Progress = field(default_factory=Progress)
 
@@ -97,11 +105,27 @@ class TrainState:
             found |= {f"average.{name}": x for name, x in tensors_of(self.averaged).items()}
         return found
 
+    def templates(self) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
+        """Return what makes an empty tensor for one of a checkpoint, sharded as that of this run."""
+        own, parameters = self.tensors(), dict(self.model.named_parameters())
+
+        def empty(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            parameter = parameters.get(name.removeprefix("optimizer.").rpartition(".")[0])
+            like = parameter if name.startswith("optimizer.") else own.get(name)
+            if like is None or like.shape != shape:  # such as the counter of steps
+                return torch.empty(shape, dtype=dtype)
+            return torch.empty_like(like, dtype=dtype, requires_grad=False)
+
+        return empty
+
 
 def save(
-    path: Path, state: TrainState, identity: Mapping[str, object], metadata: Mapping[str, object]
+    run_dir: Path, state: TrainState, identity: Mapping[str, object], metadata: Mapping[str, object]
 ) -> None:
-    """Write a checkpoint, replacing the one at `path` atomically."""
+    """Write a checkpoint into the folder of a run, replacing the one there atomically.
+
+    All processes call it. The first one writes, unless the model is sharded; see `_sharded`.
+    """
     tensors = state.tensors()
     for optimizer in state.optimizers:
         names = _parameter_names(optimizer)
@@ -111,26 +135,33 @@ def save(
     if state.device.type == "cuda":
         tensors["rng.cuda"] = torch.cuda.get_rng_state(state.device)
 
-    tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     document = {
         "progress": asdict(state.progress),
         "schedule": asdict(state.schedule.state),
         "identity": identity,
         "metadata": metadata,
     }
-    text = json.dumps(document)
-    with replacing_files(path.parent) as staging:
-        save_tensors(tensors, staging / path.name, metadata={JSON_KEY: text})
+    if state.spread.sharded:
+        _sharded.save(run_dir, {n: x.detach() for n, x in tensors.items()}, document, state.processes)
+    with state.processes.agreed():
+        if state.processes.first and state.spread.sharded:
+            (run_dir / FILE).unlink(missing_ok=True)
+        elif state.processes.first:
+            tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+            with replacing_files(run_dir) as staging:
+                save_tensors(tensors, staging / FILE, metadata={JSON_KEY: json.dumps(document)})
+            _sharded.remove(run_dir)
 
 
-def load(path: Path, state: TrainState, identity: Mapping[str, object], free: frozenset[str]) -> bool:
-    """Restore `state` and torch's random generators from a checkpoint.
+def load(run_dir: Path, state: TrainState, identity: Mapping[str, object], free: frozenset[str]) -> bool:
+    """Restore `state` and torch's random generators from the last checkpoint in the folder of a run.
 
-    A checkpoint of step 0 that does not match is ignored: nothing is lost, and a failed first attempt must
-    not block a corrected one.
+    All processes call it; only sharded checkpoints need a folder that each of them sees. A checkpoint of step
+    0 that does not match is ignored: nothing is lost, and a failed first attempt must not block a corrected
+    one.
 
     Args:
-        path: a file written by `save`.
+        run_dir: where `save` has written, on any number of processes.
         state: the run to fill, made from the same model class and settings.
         identity: `{"train": ..., "model": ..., "data": ...}`, compared with the saved one.
         free: dotted names of identity fields that may differ.
@@ -142,19 +173,57 @@ def load(path: Path, state: TrainState, identity: Mapping[str, object], free: fr
         ValueError: the file is damaged, or belongs to another model, other settings or other data. Then
             nothing has been changed.
     """
-    tensors, document = _read(path)
-    weights = {n.removeprefix("model."): x for n, x in tensors.items() if n.startswith("model.")}
+    processes = state.processes
+    whole: dict[str, Tensor] = {}  # the tensors of a file, on the first process
+    with processes.agreed():
+        found = None
+        if processes.first and (path := _last(run_dir)) is not None:
+            whole, document = _read(path)
+            found = path, document, {name: (x.shape, x.dtype) for name, x in whole.items()}
+    found = processes.from_first(found)
+    if found is None:
+        return False
+    path, document, shapes = found
+    sharded = path.name == _sharded.DOCUMENT
+    if sharded:
+        shapes = _sharded.shapes_of(run_dir, document, processes)
     try:
-        _check_tensors(path, weights, tensors_of(state.model))
-        _check_identity(path, document["identity"], identity, free)
-    except ValueError:
+        with processes.agreed():
+            _check_tensors(path, shapes, tensors_of(state.model))
+            _check_identity(path, document["identity"], identity, free)
+    except (ValueError, ElsewhereError):
         if document["progress"]["step"] == 0:
             return False
         raise
 
+    if sharded:
+        tensors = _sharded.load(run_dir, document, shapes, state.templates(), processes)
+    else:
+        tensors = whole if processes.alone else _dealt_out(whole, shapes, state)
+    _restore(state, tensors, document)
+    return True
+
+
+def _last(run_dir: Path) -> Path | None:
+    """Return the file of the last checkpoint; there are two after a crash while one replaced the other."""
+    found = [x for x in (run_dir / FILE, run_dir / _sharded.DOCUMENT) if x.exists()]
+    return max(found, key=lambda file: file.stat().st_mtime_ns, default=None)
+
+
+def _dealt_out(whole: Mapping[str, Tensor], shapes: _sharded.Shapes, state: TrainState) -> dict[str, Tensor]:
+    """Give each process its part of the tensors that the first one has, one after the other."""
+    tensors, empty = {}, state.templates()
+    for name, (shape, dtype) in shapes.items():
+        x = whole[name] if state.processes.first else torch.empty(shape, dtype=dtype)
+        state.processes.copy_from_first(x)
+        tensors[name] = part_of(x, empty(name, shape, dtype))
+    return tensors
+
+
+def _restore(state: TrainState, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
     with torch.no_grad():
         for name, x in state.tensors().items():
-            x.copy_(tensors[name])
+            local(x).copy_(local(tensors[name]))
     moments = _moments(tensors)
     for optimizer in state.optimizers:
         names, restored = enumerate(_parameter_names(optimizer)), optimizer.state_dict()
@@ -166,13 +235,11 @@ def load(path: Path, state: TrainState, identity: Mapping[str, object], free: fr
     torch.set_rng_state(tensors["rng.cpu"])
     if state.device.type == "cuda" and "rng.cuda" in tensors:
         torch.cuda.set_rng_state(tensors["rng.cuda"], state.device)
-    return True
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """Return the `metadata` that `train` was given, from the checkpoint at `path`."""
-    _, document = _read(path)
-    metadata: dict[str, Any] = document["metadata"]
+    """Return the `metadata` that `train` was given; `path` ends in `last.safetensors` or `last.json`."""
+    metadata: dict[str, Any] = _read(path)[1]["metadata"]
     return metadata
 
 
@@ -185,11 +252,18 @@ def fingerprint(*tensors: Tensor) -> str:
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a checkpoint, none if it is sharded, and its document."""
+    if path.name == _sharded.DOCUMENT:
+        return {}, _sharded.read_document(path.parent)
+    text = _text(path)
+    return {name: x.clone() for name, x in load_tensors(path).items()}, json.loads(text)
+
+
+def _text(path: Path) -> str:
     metadata = read_header(path).metadata
     if JSON_KEY not in metadata or DIGEST_KEY not in metadata:
         raise ValueError(f"{path} is a safetensors file, but not a training checkpoint")
-    tensors = {name: x.clone() for name, x in load_tensors(path).items()}
-    return tensors, json.loads(metadata[JSON_KEY])
+    return metadata[JSON_KEY]
 
 
 def _parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -205,14 +279,15 @@ def _moments(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return moments
 
 
-def _check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def _check_tensors(path: Path, found: _sharded.Shapes, expected: Mapping[str, Tensor]) -> None:
+    found = {n.removeprefix("model."): shape for n, shape in found.items() if n.startswith("model.")}
     for name, x in expected.items():
         if name not in found:
             raise ValueError(f"{path} is a checkpoint of another model: it has no tensor {name} {START_OVER}")
-        if found[name].shape != x.shape or found[name].dtype != x.dtype:
+        if found[name] != (x.shape, x.dtype):
             raise ValueError(
-                f"{path} is a checkpoint of another model: its {name} is {_kind(found[name])}, "
-                f"but this model's is {_kind(x)} {START_OVER}"
+                f"{path} is a checkpoint of another model: its {name} is {_kind(*found[name])}, "
+                f"but this model's is {_kind(x.shape, x.dtype)} {START_OVER}"
             )
     if extra := sorted(found.keys() - expected.keys()):
         raise ValueError(
@@ -220,12 +295,12 @@ def _check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[st
         )
 
 
-def _kind(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 def _check_identity(path: Path, found: object, expected: object, free: frozenset[str]) -> None:
-    before, now = _flatten(found), _flatten(json.loads(json.dumps(expected)))
+    before, now = flatten(found), flatten(expected)
     for name in sorted((before.keys() | now.keys()) - free):
         if before.get(name) != now.get(name):
             raise ValueError(
@@ -234,8 +309,13 @@ def _check_identity(path: Path, found: object, expected: object, free: frozenset
             )
 
 
-def _flatten(value: object, prefix: str = "") -> dict[str, object]:
-    """Name the leaves of nested dicts by their path, as in `"train.lr"`."""
+def flatten(value: object) -> dict[str, object]:
+    """Name the leaves of nested dicts by their path, as in `"train.lr"`, as JSON has them."""
+    return _flattened(json.loads(json.dumps(value)), "")
+
+
+def _flattened(value: object, prefix: str) -> dict[str, object]:
     if not isinstance(value, dict):
         return {prefix: value}
-    return {n: x for k, part in value.items() for n, x in _flatten(part, f"{prefix}.{k}".strip(".")).items()}
+    parts = [_flattened(part, f"{prefix}.{key}".strip(".")) for key, part in value.items()]
+    return {name: x for part in parts for name, x in part.items()}

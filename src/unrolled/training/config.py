@@ -21,7 +21,8 @@ class TrainConfig(Checked):
         seconds: train for this long instead of for `steps` updates: wall-clock seconds of the whole run, with
             its evaluations and checkpoints, but without the last ones. The cosine follows the time. How many
             updates such a run makes depends on the machine, so that two runs do not end equal.
-        batch_size: examples per micro-batch; an update sees `batch_size * accumulate` examples.
+        batch_size: examples per micro-batch; an update sees `batch_size * accumulate` examples, on however
+            many processes.
         lr: peak learning rate.
         min_lr: where the cosine ends and where the plateau schedule stops halving.
         optimizer: "adamw" (Loshchilov & Hutter 2019), "radam" (Liu et al. 2020, with decoupled decay) or
@@ -54,6 +55,8 @@ class TrainConfig(Checked):
         redraw_every: updates after which random features (`performer`, `rfa`) get other rows; None keeps the
             first ones.
         threads: CPU threads of torch; None leaves them as they are.
+        shard: processes over which one copy of the weights, gradients and optimiser is spread (FSDP2); there
+            are as many copies as it divides the number of processes. 1 keeps a whole copy on each (DDP).
 
     Raises:
         ValueError: a value has another type or is out of range, or values do not fit each other.
@@ -83,6 +86,7 @@ class TrainConfig(Checked):
     eps: Positive = 1e-8
     redraw_every: Size | None = None
     segment: Size | None = None
+    shard: Size = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.betas, list):  # from YAML or JSON
@@ -100,11 +104,11 @@ class TrainConfig(Checked):
     def free_on_resume(self) -> frozenset[str]:
         """Name the fields that a resumed run may change, since they do not change what the weights become.
 
-        `threads`, `gradient_checkpointing` and `segment` change at most the rounding. `steps` and `seconds`
-        bend the cosine, and the plateau schedule reacts at each evaluation: those hold them and `eval_every`.
-        `eval_batches` is held because the best loss so far must stay comparable.
+        `threads`, `gradient_checkpointing`, `segment` and `shard` change at most the rounding. `steps` and
+        `seconds` bend the cosine, and the plateau schedule reacts at each evaluation, so those hold them and
+        `eval_every` fast. `eval_batches` is held because the best loss so far must stay comparable.
         """
-        free = {"checkpoint_every", "log_every", "threads", "gradient_checkpointing", "segment"}
+        free = {"checkpoint_every", "log_every", "threads", "gradient_checkpointing", "segment", "shard"}
         if self.schedule != "cosine":
             free |= {"steps", "seconds"}
         if self.schedule != "plateau":

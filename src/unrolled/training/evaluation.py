@@ -13,6 +13,7 @@ from unrolled.contract import IGNORED, Batch, Dataset
 from unrolled.training._session import own_random_state
 from unrolled.training.config import TrainConfig
 from unrolled.training.interfaces import Trainable
+from unrolled.training.processes import ALONE, Processes
 from unrolled.training.segments import Continues, Segments, pieces
 
 
@@ -21,7 +22,12 @@ class EvaluationStoppedError(Exception):
 
 
 def evaluate(
-    model: Trainable, dataset: Dataset, config: TrainConfig, *, stop: Callable[[], bool] = lambda: False
+    model: Trainable,
+    dataset: Dataset,
+    config: TrainConfig,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    processes: Processes = ALONE,
 ) -> float:
     """Mean loss over all targets of the validation split, in nats per token.
 
@@ -33,6 +39,8 @@ def evaluate(
         dataset: its `eval_batches` are evaluated.
         config: batch size and number of batches.
         stop: called before each batch; True stops the evaluation.
+        processes: those that share the batches, each with the model. Their losses are added in the order of
+            the batches, so that the result is that of one process.
 
     Raises:
         EvaluationStoppedError: `stop` returned True.
@@ -40,15 +48,24 @@ def evaluate(
     """
     nats, targets = 0.0, 0
     with evaluating(model) as device:
-        for batch in islice(dataset.eval_batches(config.batch_size), config.eval_batches):
+        batches = islice(dataset.eval_batches(config.batch_size), config.eval_batches)
+        while some := list(islice(batches, processes.size)):
             if stop():
                 raise EvaluationStoppedError
-            for piece in [batch] if config.segment is None else pieces(batch, config.segment):
-                if count := count_targets(piece):
-                    nats += _nats(model, piece, config, device, count)
+            counts = [count_targets(batch) for batch in some]
+            if not any(counts):
+                continue
+            mine = processes.rank
+            if mine >= len(some) or not counts[mine]:  # the others wait for this process all the same
+                mine = counts.index(max(counts))
+            losses = processes.gather(_mean_loss(model, some[mine], config, device))
+            for loss, count in zip(losses, counts, strict=False):
+                if count:
+                    nats += loss * count
                     targets += count
     if targets == 0:
-        raise ValueError(f"the validation split has no target to predict: it is empty or all {IGNORED}")
+        error = ValueError(f"the validation split has no target to predict: it is empty or all {IGNORED}")
+        raise processes.fail(error)
     return nats / targets
 
 
@@ -65,12 +82,18 @@ def evaluating(model: Trainable) -> Iterator[torch.device]:
         model.train(was_training)
 
 
-def _nats(model: Trainable, batch: Batch, config: TrainConfig, device: torch.device, count: int) -> float:
-    """Sum of the losses of the `count` targets of a batch, without a graph."""
-    if config.segment is None or batch.inputs.shape[1] <= config.segment:
-        return batch_loss(model, batch, config, device).item() * count
-    found = segments_of(model, batch, config, device)
-    return found.loss(found.start()).item()
+def _mean_loss(model: Trainable, batch: Batch, config: TrainConfig, device: torch.device) -> float:
+    """Mean loss over the targets of a batch, of which there must be one, whole or by segments."""
+    if config.segment is None:
+        return batch_loss(model, batch, config, device).item()
+    nats = 0.0
+    for piece in pieces(batch, config.segment):
+        if piece.inputs.shape[1] > config.segment:
+            found = segments_of(model, piece, config, device)
+            nats += found.loss(found.start()).item()
+        elif count := count_targets(piece):
+            nats += batch_loss(model, piece, config, device).item() * count
+    return nats / count_targets(batch)
 
 
 def segments_of(model: Trainable, batch: Batch, config: TrainConfig, device: torch.device) -> Segments:

@@ -96,7 +96,7 @@ def dry_run(
         identity = _steps.identity_of(model, dataset, config)
         state = _steps.begin(model, config)
         if resume and run_dir is not None:
-            _steps.go_back(Path(run_dir) / _steps.CHECKPOINT, state, identity, config)
+            _steps.go_back(Path(run_dir), state, identity, config)
         progress = state.progress
         first = progress.step
         seconds: list[float] = []
@@ -104,9 +104,9 @@ def dry_run(
         model.train()
         while len(seconds) < STEPS and not config.is_over(progress.step, progress.seconds + sum(seconds)):
             began = time.perf_counter()
-            _, _, count = _steps.update(state, dataset, config, state.schedule.lr(progress.step))
+            done = _steps.update(state, dataset, config, state.schedule.lr(progress.step))
             seconds.append(time.perf_counter() - began)
-            targets.append(count)
+            targets.append(done.targets)
             progress.step += 1
         model.eval()
         evaluation_seconds = _evaluation_seconds(model, dataset, config) if seconds else 0.0

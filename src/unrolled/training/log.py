@@ -36,6 +36,16 @@ class RunLog:
             self._board.flush()
 
 
+class SilentLog(RunLog):
+    """A log that is not written, on all processes but the first."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, event: str, step: int, **values: object) -> None:
+        """Write nothing."""
+
+
 @contextmanager
 def open_log(path: Path, *, after: int | None, tensorboard: bool = False) -> Iterator[RunLog]:
     """Open the log of a run that resumes after step `after`, or of a new one (None).

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -10,12 +11,14 @@ from unrolled.contract import Dataset
 from unrolled.folders import held, remove_staging, replacing_files
 from unrolled.threads import cpu_threads
 from unrolled.training import _steps, checkpoint
-from unrolled.training._session import Interrupted, SignalFlag, interrupt_flag, own_random_state
+from unrolled.training._session import STOPPING, Interrupted, SignalFlag, interrupt_flag, own_random_state
+from unrolled.training._shares import check_divisible
 from unrolled.training.checkpoint import TrainState
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import EvaluationStoppedError, evaluate
 from unrolled.training.interfaces import Trainable
-from unrolled.training.log import RunLog, open_log, progress_bar
+from unrolled.training.log import RunLog, SilentLog, open_log, progress_bar
+from unrolled.training.processes import joined
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,14 @@ def train(
     the run finishes its step, writes a checkpoint and returns. An evaluation in progress is aborted, and
     repeated on resume. A second Ctrl-C stops immediately.
 
-    Only one process can train in a folder at a time. The model is trained in place on the device it is on,
+    Only one run can train in a folder at a time. The model is trained in place on the device it is on,
     and left with its last weights in eval mode.
+
+    Several processes that torchrun has started, or that share torch's process group, train one model: each
+    calls this function with the same arguments. `batch_size` is that of all of them together, and a run may
+    be resumed on another number of processes; its losses are then equal but for rounding and dropout. Only
+    the first process writes files and calls `on_start`. If one fails, the others raise `ElsewhereError`. With
+    `config.shard` above 1 the model is left sharded, its parameters being DTensors.
 
     Args:
         model: what to train, such as an `unrolled.models.Decoder`.
@@ -76,25 +85,44 @@ def train(
 
     Raises:
         ValueError: the folder cannot be written to or another process trains there, or its checkpoint is
-            damaged or belongs to another model, config or data set, or a batch has nothing to predict.
+            damaged or belongs to another model, config or data set, or a batch has nothing to predict, or the
+            batches or the weights cannot be dealt out evenly to the processes.
         FloatingPointError: a loss or the gradient is not finite; `last.safetensors` holds an earlier step.
         OSError: a file cannot be written, as on a full disk; `last.safetensors` holds an earlier step.
-        UnsupportedError: TensorBoard is not installed, or the model cannot recompute activations.
+        UnsupportedError: TensorBoard is not installed, or the model cannot recompute activations, or this
+            torch cannot shard it.
+        ElsewhereError: another process of the run failed.
     """
     run_dir = Path(run_dir)
-    _steps.fit(model, config)
     device = _steps.device_of(model)
-    with own_random_state(device), cpu_threads(config.threads), interrupt_flag() as interrupted:
-        # draws a batch first, so that a failure creates no folder
-        identity = _steps.identity_of(model, dataset, config)
-        _make_folder(run_dir)
-        with held(run_dir):
-            remove_staging(run_dir)
-            state = _steps.begin(model, config)
-            run = _Run(state, dataset, config, run_dir, identity, dict(metadata or {}), interrupted)
-            resumed = resume and _steps.go_back(run.checkpoint, state, identity, config)
-            on_start(resumed)
-            run.go(resumed, progress=progress, tensorboard=tensorboard)
+    with (
+        joined() as processes,
+        processes.losing_others(),
+        own_random_state(device),
+        cpu_threads(config.threads),
+        interrupt_flag() as signalled,
+        ExitStack() as stack,
+    ):
+        with processes.agreed():
+            check_divisible(config, processes)
+            _steps.fit(model, config)
+            # draws a batch first, so that a failure creates no folder
+            identity = _steps.identity_of(model, dataset, config)
+        _steps.check_same(model, identity, processes)
+        with processes.agreed():
+            if processes.first:
+                _make_folder(run_dir)
+                stack.enter_context(held(run_dir))
+                remove_staging(run_dir)
+        with processes.agreed():
+            state = _steps.begin(model, config, processes)
+        resumed = resume and _steps.go_back(run_dir, state, identity, config)
+        with processes.agreed():
+            if processes.first:
+                on_start(resumed)
+        interrupted = signalled if processes.alone else SignalFlag()
+        run = _Run(state, dataset, config, run_dir, identity, dict(metadata or {}), signalled, interrupted)
+        run.go(resumed, progress=progress, tensorboard=tensorboard)
     model.eval()
     p = state.progress
     return TrainResult(p.best_val, p.last_val, p.step, p.seconds, interrupted.signal)
@@ -102,7 +130,10 @@ def train(
 
 @dataclass
 class _Run:
-    """A run in its folder, which is locked."""
+    """A run in its folder, which is locked.
+
+    `signalled` is set by a signal to this process, and `interrupted` where all processes know of one.
+    """
 
     state: TrainState
     dataset: Dataset
@@ -110,48 +141,39 @@ class _Run:
     run_dir: Path
     identity: Mapping[str, object]
     metadata: dict[str, object]
+    signalled: SignalFlag
     interrupted: SignalFlag
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.run_dir / _steps.CHECKPOINT
+    started: float = 0.0
 
     def go(self, resumed: bool, *, progress: bool, tensorboard: bool) -> None:
         """Train to the end, or to a signal, and write a checkpoint."""
-        p, config = self.state.progress, self.config
-        started = time.perf_counter() - p.seconds
-
-        def count_seconds() -> None:
-            p.seconds = time.perf_counter() - started
-
-        def save_checkpoint() -> None:
-            count_seconds()
-            checkpoint.save(self.checkpoint, self.state, self.identity, self.metadata)
-
+        p, config, first = self.state.progress, self.config, self.state.processes.first
+        self.started = time.perf_counter() - p.seconds
         if not resumed:
-            save_checkpoint()  # so that a run killed early restarts from the same weights
-        after = p.step if resumed else None
-        with (
-            open_log(self.run_dir / "log.jsonl", after=after, tensorboard=tensorboard) as log,
-            progress_bar(progress) as bar,
-        ):
-            log.write("resume" if resumed else "start", p.step, config=asdict(config))
+            self._save_checkpoint()  # so that a run killed early restarts from the same weights
+        with ExitStack() as stack:
+            log: RunLog = SilentLog()
+            with self.state.processes.agreed():
+                if first:
+                    after = p.step if resumed else None
+                    file = self.run_dir / "log.jsonl"
+                    log = stack.enter_context(open_log(file, after=after, tensorboard=tensorboard))
+                    log.write("resume" if resumed else "start", p.step, config=asdict(config))
+            bar = stack.enter_context(progress_bar(progress and first))
             total, unit = (config.steps, "steps") if config.seconds is None else (config.seconds, "s")
             task = bar.add_task("", total=total, completed=int(self._done), unit=unit, loss="-", speed="-")
             self.state.model.train()
             self._evaluate_if_due(log)
             while not config.is_over(p.step, p.seconds) and not self.interrupted.is_set():
                 loss = self._step(log)
-                count_seconds()
                 bar.update(task, completed=self._done, loss=f"{loss:.3f}", speed=f"{p.recent.speed:,.0f}")
                 if p.step % config.log_every == 0:
                     p.recent = checkpoint.Recent()
                 self._evaluate_if_due(log)
-                count_seconds()
                 if p.step % config.checkpoint_every == 0:
-                    save_checkpoint()
-            save_checkpoint()
-            if self.interrupted.is_set():
+                    self._save_checkpoint()
+            self._save_checkpoint()
+            if self.interrupted.is_set() and first:
                 bar.console.print(f"Stopped after step {p.step}; train again in {self.run_dir} to resume.")
 
     @property
@@ -159,18 +181,51 @@ class _Run:
         p = self.state.progress
         return p.step if self.config.seconds is None else p.seconds
 
+    @property
+    def _seconds(self) -> float:
+        return time.perf_counter() - self.started
+
+    def _save_checkpoint(self) -> None:
+        self._count_seconds()
+        checkpoint.save(self.run_dir, self.state, self.identity, self.metadata)
+
+    def _count_seconds(self) -> None:
+        self.state.progress.seconds = self.state.processes.from_first(self._seconds)
+
+    def _tell(self) -> list[float]:
+        """Return what the processes must know of each other: the time of the first, and signals to any."""
+        seconds = self._seconds if self.state.processes.first else 0.0
+        return [seconds, *(float(self.signalled.signal == number) for number in STOPPING)]
+
+    def _heed(self, sums: Sequence[float]) -> None:
+        """Take up what `_tell` of all processes adds up to."""
+        self.state.progress.seconds, *signals = sums
+        for number, count in zip(STOPPING, signals, strict=True):
+            if count and not self.interrupted.is_set():
+                self.interrupted.signal = number
+
+    def _must_stop(self) -> bool:
+        """Return whether a signal has reached any process."""
+        if not self.state.processes.alone:
+            self._heed(self.state.processes.sum(self._tell()))
+        return self.interrupted.is_set()
+
     def _step(self, log: RunLog) -> float:
         """Make one update and count it; return its loss."""
         p, config = self.state.progress, self.config
         began = time.perf_counter()
         lr = self.state.schedule.lr(p.step, p.seconds)
-        loss, grad_norm, tokens = _steps.update(self.state, self.dataset, config, lr)
+        done = _steps.update(self.state, self.dataset, config, lr, self._tell)
         p.step += 1
-        p.recent.add(loss, tokens, time.perf_counter() - began)
+        p.recent.add(done.loss, done.targets, time.perf_counter() - began)
+        if self.state.processes.alone:
+            self._count_seconds()
+        else:
+            self._heed(done.sums)
         if p.step % config.log_every == 0:
             mean, speed = p.recent.mean_loss, p.recent.speed
-            log.write("train", p.step, loss=mean, lr=lr, grad_norm=grad_norm, tokens_per_second=speed)
-        return loss
+            log.write("train", p.step, loss=mean, lr=lr, grad_norm=done.grad_norm, tokens_per_second=speed)
+        return done.loss
 
     def _evaluate_if_due(self, log: RunLog) -> None:
         """Evaluate, update the schedule and the log, and save the weights if they are the best so far."""
@@ -179,19 +234,26 @@ class _Run:
         if not due or p.evaluated == p.step:
             return
         try:
-            p.last_val = evaluate(state.evaluated(), self.dataset, config, stop=self.interrupted.is_set)
+            p.last_val = evaluate(
+                state.evaluated(), self.dataset, config, stop=self._must_stop, processes=state.processes
+            )
         except EvaluationStoppedError:
             return  # it is still due when the run resumes
         if not math.isfinite(p.last_val):
-            raise FloatingPointError(f"the validation loss after step {p.step} is {p.last_val}: lower lr")
+            error = FloatingPointError(f"the validation loss after step {p.step} is {p.last_val}: lower lr")
+            raise state.processes.fail(error)
         if p.step % config.eval_every == 0:  # not the final one, which a longer run would not have
             state.schedule.observe(p.last_val)
         if p.best_val is None or p.last_val < p.best_val:
             p.best_val = p.last_val
-            with replacing_files(self.run_dir) as folder:
-                state.evaluated().save(folder)
+            best = state.spread.whole(state.evaluated())
+            with state.processes.agreed():
+                if best is not None:
+                    with replacing_files(self.run_dir) as folder:
+                        best.save(folder)
         p.evaluated = p.step
         log.write("eval", p.step, loss=p.last_val, bits=p.last_val / math.log(2), best=p.best_val)
+        self._count_seconds()
 
 
 def _make_folder(folder: Path) -> None:

@@ -1,0 +1,70 @@
+"""Torch's distributed checkpoints (DCP), as a folder of safetensors files: one for each process that writes.
+
+DCP's own format is not used, since its index is a pickle. The import takes long, so that only what reads or
+writes such a folder imports this.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from unrolled.contract import UnsupportedError
+from unrolled.files import system_errors
+from unrolled.training.processes import ElsewhereError, Processes
+
+try:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+except ImportError as error:
+    raise UnsupportedError(
+        "sharded checkpoints need torch 2.10 or newer; use shard=1, or a newer torch"
+    ) from error
+
+Shapes = dict[str, tuple[torch.Size, torch.dtype]]
+
+
+def write(folder: Path, tensors: dict[str, Tensor], processes: Processes) -> None:
+    """Write tensors, each process its parts of them, and one of them what all have.
+
+    Raises:
+        OSError: a file cannot be written, as on a full disk.
+        ElsewhereError: another process could not.
+    """
+    with system_errors(folder), _own_errors(processes):
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        state_dict_saver.save(tensors, storage_writer=writer, process_group=processes.group)
+
+
+def shapes(folder: Path) -> Shapes:
+    """Return shape and type of each tensor in a folder, by name."""
+    found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {
+        name: (x.size, x.properties.dtype)
+        for name, x in sorted(found.items())
+        if isinstance(x, TensorStorageMetadata)
+    }
+
+
+def read(folder: Path, tensors: dict[str, Tensor], processes: Processes) -> None:
+    """Fill tensors, which may be sharded otherwise than those that were written."""
+    with _own_errors(processes), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process needs no group
+        reader = HuggingFaceStorageReader(str(folder))
+        group = processes.group
+        state_dict_loader.load(tensors, storage_reader=reader, process_group=group, no_dist=processes.alone)
+
+
+@contextmanager
+def _own_errors(processes: Processes) -> Iterator[None]:
+    """Raise the errors of DCP, which it gathers from all processes, each on its own process."""
+    try:
+        yield
+    except CheckpointException as error:
+        own = error.failures.get(processes.rank)
+        raise (own[0] if own else ElsewhereError("another process of the run failed")) from error

@@ -1,0 +1,129 @@
+"""The checkpoint of a sharded run, to which each process writes its part.
+
+    last.json          the document of the checkpoint, the folder that it names, a SHA-256 of each file there
+    last/a or last/b   the tensors, as safetensors files; see `_dcp`
+
+The files are staged, and `last.json` is replaced when they are in place, so that it never names a folder
+that is not whole. Any number of processes can read them. Nothing is written in the background: a checkpoint
+is complete only when all its parts are, and to wait for that in later steps would take a copy of the weights.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unrolled.folders import STAGING, replacing_files
+from unrolled.training.processes import Processes
+
+DOCUMENT = "last.json"
+FOLDER = "last"
+Shapes = dict[str, tuple[torch.Size, torch.dtype]]
+
+
+def save(
+    run_dir: Path, tensors: dict[str, Tensor], document: Mapping[str, object], processes: Processes
+) -> None:
+    """Write a checkpoint, whose tensors may be sharded, replacing the one in `run_dir`.
+
+    Raises:
+        OSError: a file cannot be written, as on a full disk; the old checkpoint is unchanged.
+    """
+    from unrolled.training import _dcp
+
+    with ExitStack() as stack:
+        place = ""
+        with processes.agreed():
+            if processes.first:
+                place = _other(run_dir)
+                (stack.enter_context(replacing_files(run_dir)) / place).mkdir(parents=True)
+        place = processes.from_first(place)
+        staged = run_dir / STAGING / place
+        with processes.agreed():
+            _dcp.write(staged, tensors, processes)
+        with processes.agreed():
+            if processes.first:
+                digests = {file.name: _sha256(file) for file in sorted(staged.iterdir())}
+                text = json.dumps({"folder": place, "sha256": digests, **document})
+                (run_dir / STAGING / DOCUMENT).write_text(text, encoding="utf-8")
+                shutil.rmtree(run_dir / place, ignore_errors=True)  # left by a process that was killed
+        with processes.agreed():
+            stack.close()  # moves `last/` and then `last.json`, in the order of their names
+        if processes.first:
+            for old in (run_dir / FOLDER).iterdir():
+                if old != run_dir / place:
+                    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove(run_dir: Path) -> None:
+    """Remove a sharded checkpoint, if there is one."""
+    (run_dir / DOCUMENT).unlink(missing_ok=True)
+    shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
+
+
+def read_document(run_dir: Path) -> dict[str, Any]:
+    """Return the document of a checkpoint.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    file = run_dir / DOCUMENT
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    if not isinstance(document, dict) or not {"folder", "sha256", "progress"} <= document.keys():
+        raise ValueError(f"{file} is JSON, but not a training checkpoint")
+    return document
+
+
+def shapes_of(run_dir: Path, document: Mapping[str, Any], processes: Processes) -> Shapes:
+    """Check the files of a checkpoint, each on one process; return the shapes and types of its tensors.
+
+    Raises:
+        ValueError: a file is missing or damaged.
+    """
+    folder = run_dir / document["folder"]
+    with processes.agreed():
+        from unrolled.training import _dcp
+
+        for name, digest in sorted(document["sha256"].items())[processes.rank :: processes.size]:
+            file = folder / name
+            if not file.is_file():
+                raise ValueError(f"{file} is missing: each process must see the whole folder of the run")
+            if _sha256(file) != digest:
+                raise ValueError(f"{file} was changed after it was saved: its SHA-256 differs")
+    return _dcp.shapes(folder)
+
+
+def load(
+    run_dir: Path,
+    document: Mapping[str, Any],
+    shapes: Shapes,
+    empty: Callable[[str, torch.Size, torch.dtype], Tensor],
+    processes: Processes,
+) -> dict[str, Tensor]:
+    """Read the tensors of a checkpoint into new ones that `empty` makes, which may be sharded otherwise."""
+    from unrolled.training import _dcp
+
+    tensors = {name: empty(name, *shape) for name, shape in shapes.items()}
+    with processes.agreed():
+        _dcp.read(run_dir / document["folder"], tensors, processes)
+    return tensors
+
+
+def _other(run_dir: Path) -> str:
+    """Name the folder that the next checkpoint goes to, not the one that is in use."""
+    used = read_document(run_dir)["folder"] if (run_dir / DOCUMENT).exists() else None
+    return f"{FOLDER}/b" if used == f"{FOLDER}/a" else f"{FOLDER}/a"
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -1,0 +1,76 @@
+"""The share of a process in the batches of an update.
+
+Every process draws the same batches, since they are a pure function of the step, and so knows the targets of
+all of them without asking. There are two ways to deal them out:
+
+    whole   each process takes whole micro-batches, if their number is a multiple of that of the processes
+    rows    each process takes some rows of every micro-batch
+
+The first keeps matrices large and moves the weights of a sharded model less often. With one micro-batch for
+each of two processes, its sum of gradients is that of one process in every bit.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from unrolled.contract import IGNORED, Batch
+from unrolled.training.config import TrainConfig
+from unrolled.training.evaluation import count_targets
+from unrolled.training.processes import Processes
+
+
+class Share(NamedTuple):
+    """A batch of this process, and the factor of its mean loss in the mean over all targets of the update."""
+
+    batch: Batch
+    weight: float
+
+
+def check_divisible(config: TrainConfig, processes: Processes) -> None:
+    """Raise ValueError unless the batches can be dealt out evenly to the processes, and the weights too."""
+    size, rows = processes.size, config.batch_size
+    if rows % size and config.accumulate % size:
+        raise ValueError(
+            f"batch_size is {rows}, but must be a multiple of {size}, the number of processes, or accumulate "
+            "must be"
+        )
+    if size % config.shard:
+        raise ValueError(f"shard is {config.shard}, but must divide the number of processes, which is {size}")
+
+
+def shares(batches: Sequence[Batch], processes: Processes) -> tuple[list[Share], bool]:
+    """Return what this process computes in an update, and whether those are whole micro-batches.
+
+    Each process gets as many batches. Micro-batches without targets are left out.
+    """
+    counts = [count_targets(batch) for batch in batches]
+    total = sum(counts)
+    used = [(batch, count) for batch, count in zip(batches, counts, strict=True) if count]
+    if len(used) % processes.size == 0:
+        return [Share(batch, count / total) for batch, count in used[processes.rank :: processes.size]], True
+    return [_rows_of(batch, processes, total) for batch, _ in used], False
+
+
+def rows(batch: Batch, start: int, stop: int) -> Batch:
+    """Return the rows from `start` to `stop` - 1 of a batch."""
+    bounds, length = batch.cu_seqlens, batch.inputs.shape[1] if batch.inputs.dim() > 1 else 1
+    cut: dict[str, Any] = {name: None if x is None else x[start:stop] for name, x in batch._asdict().items()}
+    if bounds is not None:  # every row begins a sequence, so both ends of the rows are among the bounds
+        inside = (bounds >= start * length) & (bounds <= stop * length)
+        cut["cu_seqlens"] = bounds[inside] - start * length
+    return batch._replace(**cut)
+
+
+def _rows_of(batch: Batch, processes: Processes, total: int) -> Share:
+    """Return the rows of this process; a row of another one, with weight 0, where none has a target.
+
+    Each process must take part in the exchange of gradients, and a loss over no target may be NaN.
+    """
+    n = len(batch.targets)
+    own = rows(batch, n * processes.rank // processes.size, n * (processes.rank + 1) // processes.size)
+    if count := count_targets(own):
+        return Share(own, count / total)
+    row = int(torch.nonzero((batch.targets != IGNORED).reshape(n, -1).any(1))[0])
+    return Share(rows(batch, row, row + 1), 0.0)
