@@ -45,7 +45,7 @@ class SoftmaxAttention(CachedAttention):
         output_gate: multiply the heads' outputs by gates in (0, 1), computed from the queries' input.
     """
 
-    supports = GENERAL.but(recurrence="growing", attn_mask=True, weights=True)
+    supports = GENERAL.but(recurrence="growing", attn_mask=True, sequence=True, weights=True)
 
     def __init__(
         self,

@@ -79,7 +79,7 @@ class LinearizedAttention(nn.Module):
         projected = self._project(x, position_embeddings)
         if past_key_values is None:
             masks = Masks(padding)
-            o = mechanism.attend(mechanism.heads_of(projected, x, masks), masks)
+            o = mechanism.attend_to_all(mechanism.heads_of(projected, x, masks), masks)
         else:
             o = self._continue(x, projected, padding, self._entry(past_key_values))
         y = mechanism.merge_heads(o, x)
