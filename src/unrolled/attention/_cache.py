@@ -22,7 +22,6 @@ class CachedAttention(MultiHeadAttention[KVCache, None]):
         like = self.out_proj.weight.new_empty(0, dtype=self.state_dtype)
         return empty_cache(batch_size, self.n_kv_heads, self.head_dim, self.value_dim, like)
 
-
     def attend_over(
         self,
         ranks: Ranks,

@@ -24,9 +24,11 @@ def scan(ranks: Ranks, state: Fields, summary: Summary, *, to_end: bool = True) 
         summary: what this rank's slice does to a state.
         to_end: whether the second result is needed; it is empty otherwise.
     """
-    run: Callable[..., tuple[Tensor, ...]]
-    run = _Pipelined.apply if summary.pipelined and ranks.scan == "pipeline" else _Gathered.apply
+    kind: type[torch.autograd.Function] = _Gathered
+    if summary.pipelined and ranks.scan == "pipeline":
+        kind = _Pipelined
     plan = _Plan(ranks, tuple(state), type(summary), summary.through is not None, to_end)
+    run: Callable[..., tuple[Tensor, ...]] = kind.apply
     found = run(plan, *state.values(), *plan.flat(summary))
     n = len(state)
     return plan.named(found[:n]), plan.named(found[n:]) if to_end else {}
@@ -121,8 +123,8 @@ class _Pipelined(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         plan, ranks, n = ctx.plan, ctx.plan.ranks, len(ctx.plan.names)
-        last, sent = ranks.rank == ranks.size - 1, []
-        before, own, through = (ctx.saved_tensors[i:j] for i, j in ((0, n), (n, 2 * n), (2 * n, None)))
+        last, saved, sent = ranks.rank == ranks.size - 1, ctx.saved_tensors, []
+        before, own, through = saved[:n], saved[n : 2 * n], saved[2 * n :]
         of_end = tuple(torch.zeros_like(x) for x in before)
         if plan.to_end:
             of_end = _unpacked(ranks.sum_at_last(_packed(gradients[n:])), before)
@@ -160,7 +162,7 @@ def _after(plan: _Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def _results(ctx: Any, results: tuple[Tensor, ...], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Copy what is an input too, and mark what has no gradient."""
     results = tuple(x.clone() if any(x is y for y in inputs) else x for x in results)
-    plan, n, needed = ctx.plan, len(ctx.plan.names), ctx.needs_input_grad[1:]
+    n, needed = len(ctx.plan.names), ctx.needs_input_grad[1:]
     for i, x in enumerate(results):
         if not x.is_floating_point() or not (needed[i % n] or needed[n + i % n]):
             ctx.mark_non_differentiable(x)
@@ -215,7 +217,7 @@ def _packed(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _unpacked(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    parts = flat.split([x.numel() for x in like])
+    parts = torch.split(flat, [x.numel() for x in like])
     return tuple(part.view(x.shape) for part, x in zip(parts, like, strict=True))
 
 

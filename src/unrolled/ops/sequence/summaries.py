@@ -113,8 +113,8 @@ class Appended(Summary):
 def last_tokens(x: Tensor, key_padding_mask: Tensor | None, n: int) -> tuple[Tensor, Tensor | None]:
     """Return the last n valid tokens of `x [B,T,...]`, n <= T, and how many they are, `[B]`.
 
-    They are the last of the result `[B,n,...]`, which begins with others where a row has fewer than n. Without
-    a mask all are valid, and the count is None.
+    They are the last of the result `[B,n,...]`, which begins with others where a row has fewer than n.
+    Without a mask all are valid, and the count is None.
     """
     T = x.shape[1]
     if key_padding_mask is None:
