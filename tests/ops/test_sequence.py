@@ -13,6 +13,8 @@ from small_models import FIELDS, small_model
 from torch.distributed.device_mesh import init_device_mesh
 
 from unrolled.contract import UnsupportedError
+from unrolled.decode import plan
+from unrolled.generation import generate
 from unrolled.models import NonLocalBlock
 from unrolled.ops import sequence
 from unrolled.ops.replay import Replay
@@ -113,6 +115,31 @@ def test_a_decoder_in_slices_has_the_same_loss_and_gradients(found, kind, size):
     assert_exact(results, expected)
 
 
+def test_a_rank_whose_targets_are_all_ignored_takes_part():
+    """Its loss is 0 and has no gradient of its own, but other ranks need that of its state."""
+    model, (x, y) = sequence_ranks.decoder("hybrid"), sequence_ranks.tokens()
+    y = y.clone()
+    y[:, :150] = -100  # the first rank's targets, and more
+    expected = gradients_of(model, model.loss(x, y))
+    meeting = Meeting(2)
+
+    def run(rank):
+        with sequence.use(meeting.of(rank)):
+            slices = [z.chunk(2, 1)[rank] for z in (x, y)]
+            return gradients_of(model, model.loss(*slices))
+
+    ranks = meeting.run(run)
+    assert float(ranks[0]["loss"]) == 0
+    assert_exact({name: sum(rank[name] for rank in ranks) for name in expected}, expected)
+
+
+def gradients_of(model, loss):
+    """Return a loss and its gradients; not those in `.grad`, which threads share."""
+    named = dict(model.named_parameters())
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True, materialize_grads=True)
+    return {"loss": loss.detach()} | {f"gradient of {name}": g for name, g in zip(named, found, strict=True)}
+
+
 def test_bytes_sent_do_not_depend_on_the_length(found):
     """By the formulas in `unrolled.ops.sequence`, for B = 1, G = 8, R = M = 64, P = 2 and four bytes each."""
     heads, R, M, window = 8, 64, 64, 64
@@ -208,6 +235,22 @@ def test_models_that_cannot_share_a_sequence_say_so(kind):
     read(kind)
     with sequence.use(Meeting(2).of(0)), pytest.raises(UnsupportedError, match="that processes share"):
         read(kind)
+
+
+def test_generation_says_so():
+    model, prompt = small_model("decoder").eval(), torch.ones(1, 3, dtype=torch.long)
+    planned = plan(model)
+    calls = [
+        lambda: generate(model, prompt, 2),
+        lambda: planned.generate(prompt, 2),
+        lambda: planned.prefill(prompt, planned.init_state(1)),
+    ]
+    for call in calls:
+        call()
+    with sequence.use(Meeting(2).of(0)):
+        for call in calls:
+            with pytest.raises(UnsupportedError, match="that processes share"):
+                call()
 
 
 def test_a_non_local_block_and_memories_say_so():

@@ -22,6 +22,12 @@ class CachedAttention(MultiHeadAttention[KVCache, None]):
         like = self.out_proj.weight.new_empty(0, dtype=self.state_dtype)
         return empty_cache(batch_size, self.n_kv_heads, self.head_dim, self.value_dim, like)
 
+    def attend_at_end(
+        self, heads: Heads[None], state: KVCache, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, KVCache]:
+        """Attend to a long cache and to new tokens, as `prefill_heads` does."""
+        return self.prefill_heads(heads, state, key_padding_mask)
+
     def attend_over(
         self,
         ranks: Ranks,
@@ -41,7 +47,7 @@ class CachedAttention(MultiHeadAttention[KVCache, None]):
             own["padding"], given["padding"] = key_padding_mask, start.past_padding
         before, after = scan(ranks, given, Appended(own), to_end=to_end)
         earlier, total = ranks.counts(k.shape[1], key_padding_mask)
-        o, end = self.prefill_heads(heads, _appended(start, before, earlier), key_padding_mask)
+        o, end = self.attend_at_end(heads, _appended(start, before, earlier), key_padding_mask)
         return o, _appended(start, after, total) if to_end else end
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from unrolled.attention._conv import ConvolvedState, ShortConvolution
 from unrolled.attention._heads import MEMORY_GROWS, NO_MASKS, Heads, Inputs, Masks, Memory, Projected
 from unrolled.attention._options import CommonOptions, check_rotation
+from unrolled.attention._slices import attend_over, check_slice
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops import sequence
 from unrolled.ops.checks import check_attn_mask, check_cu_seqlens, check_key_padding_mask, shape
@@ -343,7 +344,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             state: the state to continue from; None at the beginning of the sequence.
             further: other arguments of `read_input`.
         """
-        self._check_slice(x, masks, cross)
+        check_slice(self, x, masks, cross)
         positions = recent = None
         if self.short_conv is not None:
             projected, recent = self.short_conv(projected, masks, None if state is None else state.recent)
@@ -391,18 +392,12 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     ) -> tuple[Tensor, State]:
         """Attend causally to a state, to the slices of the ranks before and to one's own.
 
+        A mechanism that defines `summarise` need not define this.
+
         Returns:
             `[B,T,H,M]`, and the state after the slices of all ranks; without `to_end` it has no meaning.
         """
-        summary, given = self.summarise(heads, key_padding_mask), state._asdict()  # type: ignore[attr-defined]
-        summed = {name: given[name] for name in summary.own}
-        before, after = sequence.scan(ranks, summed, summary, to_end=to_end)
-        if "position" in given:
-            earlier, total = ranks.counts(heads.q.shape[1], key_padding_mask)
-            before = {**before, "position": given["position"] + earlier}
-            after = {**after, "position": given["position"] + total}
-        o, end = self.prefill_heads(heads, state._replace(**before), key_padding_mask)  # type: ignore
-        return o, end._replace(**after)  # type: ignore[attr-defined]
+        return attend_over(self, ranks, heads, state, key_padding_mask, to_end=to_end)
 
     def positions_of(self, x: Tensor, masks: Masks = NO_MASKS) -> Tensor:
         """Return the position of each token of `x [B,T,d_model]` in its sequence, `[B,T]`."""
@@ -528,22 +523,6 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         memory = self._without_padding(memory, Masks(key_padding_mask))
         _, k, v = self.project(memory[:, :0], memory)
         return k, v, key_padding_mask
-
-    def _check_slice(self, x: Tensor, masks: Masks, cross: bool) -> None:
-        """Check that the mechanism can attend to the slices of other processes, where there are any."""
-        if (ranks := sequence.current()) is None:
-            return
-        if not (self.supports.sequence and self.causal):
-            kind = "" if self.causal else "bidirectional "
-            sequence.refuse(f"{kind}{self.name} attention")
-        if cross or masks.attn_mask is not None:
-            sequence.refuse("attention to another sequence" if cross else "attention with an attn_mask")
-        if masks.cu_seqlens is not None:
-            raise UnsupportedError("packed sequences cannot be cut into slices; use key_padding_mask instead")
-        if x.dim() == 2:
-            raise UnsupportedError("step reads one token, not slices; call it outside of sequence_parallel")
-        masked = masks.key_padding_mask is not None
-        ranks.compare(*x.shape[:2], masked=masked, device=x.device)
 
     def _check_has_weights(self) -> None:
         if not self.supports.weights:

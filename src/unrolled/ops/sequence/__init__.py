@@ -27,7 +27,7 @@ again the same on all. Gradients of gradients are not available.
 
 A rank sends (P - 1) times its summary forward, and as much backward: with B rows, G key heads, R features, M
 values and s bytes each, 2 (P-1) B G (RM+R+1) s for linear attention, whatever the length. Passed from rank to
-rank, it is at most 2 B G (RM+R) s.
+rank it is at most 2 B G (RM+R) s, and in `prefill` the last rank also tells the others the state at the end.
 
 Sun et al. 2024, "Linear Attention Sequence Parallelism" (arXiv 2404.02882) and LASP-2 (arXiv 2502.07563), for
 gathered states, and gathered keys and values in hybrids; ZeCO (arXiv 2507.01004) for the pipelined scan.
