@@ -131,6 +131,7 @@ def main(rank, folder):
             "linear": [sent("linear", n, pair) for n in LENGTHS],
             "retention": [sent("retention", 1024, pair)],
             "pipelined": [sent("linear", 1024, pair, "pipeline")],
+            "pipelined window": [sent("window", 1024, pair, "pipeline", window=65)],
             "delta_net": [sent("delta_net", 1024, pair)],
             "window": [sent("window", 1024, pair, window=65)],
             "softmax": [sent("softmax", n, pair) for n in (1024, 2048)],

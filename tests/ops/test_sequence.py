@@ -150,8 +150,9 @@ def test_bytes_sent_do_not_depend_on_the_length(found):
         assert sent["delta_net"] == [2 * heads * R * (M + R) * 4]
         assert sent["window"] == [2 * heads * window * (R + M) * 4]
         assert sent["softmax"] == [2 * heads * n // 2 * (R + M) * 4 for n in (1024, 2048)]
-    # Of two ranks that pass sums on, the first sends forward and the second backward.
-    assert [rank["sent"]["pipelined"] for rank in found[:2]] == [[heads * (R * M + R) * 4]] * 2
+        # Of two ranks that pass states on, the first sends forward and the second backward.
+        assert sent["pipelined"] == [heads * (R * M + R) * 4]
+        assert sent["pipelined window"] == [heads * window * (R + M) * 4]
 
 
 def test_slices_of_different_lengths_are_refused_on_every_rank(found):

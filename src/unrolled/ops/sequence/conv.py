@@ -17,7 +17,8 @@ def causal_conv(x: Tensor, weight: Tensor, **options: Unpack[Options]) -> tuple[
     """Filter as `unrolled.ops.conv.causal_conv`, whose arguments these are, over the slices of all ranks.
 
     Returns:
-        `y [B,T,C]` of this slice, and the state after the slices of all ranks.
+        `y [B,T,C]` of this slice, and the state after the slices of all ranks, if a state was given; zeros
+        otherwise, since only what continues from a state returns one.
 
     Raises:
         UnsupportedError: `cu_seqlens` inside `sequence_parallel`.
@@ -28,9 +29,9 @@ def causal_conv(x: Tensor, weight: Tensor, **options: Unpack[Options]) -> tuple[
         raise UnsupportedError("packed sequences cannot be cut into slices; use key_padding_mask instead")
     state, padding = options.get("state"), options.get("key_padding_mask")
     (B, T, C), W = x.shape, weight.shape[1]
-    if state is None:
-        state = x.new_zeros(B, W - 1, C, dtype=accumulation_dtype(x.dtype, weight.dtype))
+    start = x.new_zeros(B, W - 1, C, dtype=accumulation_dtype(x.dtype, weight.dtype))
+    given = {"recent": start if state is None else state}
     own, count = last_tokens(x, padding, min(W - 1, T))
-    before, after = scan(ranks, {"recent": state}, Latest({"recent": own}, count))
+    before, after = scan(ranks, given, Latest({"recent": own}, count), to_end=state is not None)
     y, _ = conv.causal_conv(x, weight, key_padding_mask=padding, state=before["recent"])
-    return y, after["recent"]
+    return y, after.get("recent", start)

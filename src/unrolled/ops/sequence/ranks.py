@@ -63,6 +63,8 @@ class Ranks:
 
     def send(self, x: Tensor, rank: int) -> Callable[[], object]:
         """Begin to send `x` to a rank; call the result before `x` goes out of scope."""
+        if x.numel() == 0:
+            return lambda: None
         self._sent(x, 1)
         work = dist.isend(x, group=self.group, group_dst=rank)
         return (lambda: None) if work is None else work.wait
@@ -70,20 +72,23 @@ class Ranks:
     def receive(self, like: Tensor, rank: int) -> Tensor:
         """Receive from a rank a tensor of this size."""
         x = torch.empty_like(like)
-        dist.recv(x, group=self.group, group_src=rank)
+        if x.numel():
+            dist.recv(x, group=self.group, group_src=rank)
         return x
 
     def from_last(self, x: Tensor) -> Tensor:
         """Return the `x` of the last rank."""
         x = x.clone()
-        dist.broadcast(x, group=self.group, group_src=self.size - 1)
+        if x.numel():
+            dist.broadcast(x, group=self.group, group_src=self.size - 1)
         self._sent(x, self.size - 1 if self.rank == self.size - 1 else 0)
         return x
 
     def sum_at_last(self, x: Tensor) -> Tensor:
         """Return the sum over all ranks on the last; the other ranks may not use the result."""
         x = x.clone()
-        dist.reduce(x, group=self.group, group_dst=self.size - 1)
+        if x.numel():
+            dist.reduce(x, group=self.group, group_dst=self.size - 1)
         self._sent(x, 0 if self.rank == self.size - 1 else 1)
         return x
 
@@ -146,8 +151,9 @@ def sequence_parallel(
         group: the processes; a mesh has one dimension. The default group where it is None.
         scan: "gather", every rank receives the sums of all others and adds those before it; or "pipeline",
             each receives the total from the one before, in pieces, adds its own and sends it on, which moves
-            less but takes a hop per rank. None for "pipeline" from `PIPELINE_FROM` ranks on. What is not a
-            sum (windows, convolutions, keys and values, sums under a maximum) is always gathered.
+            less but takes a hop per rank. The last tokens that windows and convolutions need then come from
+            the rank before, or from further back where slices are shorter or masked. None for "pipeline" from
+            `PIPELINE_FROM` ranks on. Keys and values, and sums under a maximum, are always gathered.
 
     Yields:
         the ranks, with `bytes_sent`.

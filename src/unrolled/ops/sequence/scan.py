@@ -27,7 +27,8 @@ def scan(ranks: Ranks, state: Fields, summary: Summary, *, to_end: bool = True) 
     kind: type[torch.autograd.Function] = _Gathered
     if summary.pipelined and ranks.scan == "pipeline":
         kind = _Pipelined
-    plan = _Plan(ranks, tuple(state), type(summary), summary.through is not None, to_end)
+    replaces = summary.replaces(state)
+    plan = _Plan(ranks, tuple(state), type(summary), summary.through is not None, to_end, replaces)
     run: Callable[..., tuple[Tensor, ...]] = kind.apply
     found = run(plan, *state.values(), *plan.flat(summary))
     n = len(state)
@@ -43,6 +44,7 @@ class _Plan:
     kind: type[Summary]
     through: bool
     to_end: bool
+    replaces: bool
 
     def named(self, tensors: Iterable[Tensor]) -> Fields:
         return dict(zip(self.names, tensors, strict=True))
@@ -95,20 +97,28 @@ class _Pipelined(torch.autograd.Function):
     """Every rank receives the state before its slice from the rank before, in pieces that follow each other.
 
     The pieces are parts of the columns of the first field; the other fields travel with the first piece.
+    Where the slice replaces the state, as that of a short window, a rank sends at once, in one piece.
     """
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
         ranks, n = plan.ranks, len(plan.names)
         last, befores, afters, sent = ranks.rank == ranks.size - 1, [], [], []
-        for state, own in zip(_pieces(tensors[:n], ranks), _pieces(tensors[n : 2 * n], ranks), strict=True):
-            if ranks.rank > 0:
-                state = _unpacked(ranks.receive(_packed(state), ranks.rank - 1), state)
-            befores.append(state)
+
+        def send(state: Sequence[Tensor], own: Sequence[Tensor]) -> None:
             if plan.to_end or not last:
                 afters.append(_after(plan, (*state, *own, *tensors[2 * n :])))
             if not last:
                 sent.append(_sending(ranks, _packed(afters[-1]), ranks.rank + 1))
+
+        for state, own in zip(_pieces(tensors[:n], plan), _pieces(tensors[n : 2 * n], plan), strict=True):
+            if plan.replaces:
+                send(state, own)
+            if ranks.rank > 0:
+                state = _unpacked(ranks.receive(_packed(state), ranks.rank - 1), state)
+            befores.append(state)
+            if not plan.replaces:
+                send(state, own)
         before = _joined(befores)
         after: tuple[Tensor, ...] = ()
         if plan.to_end:
@@ -129,8 +139,15 @@ class _Pipelined(torch.autograd.Function):
         if plan.to_end:
             of_end = _unpacked(ranks.sum_at_last(_packed(gradients[n:])), before)
         of_state, of_own, of_through = [], [], [torch.zeros_like(x) for x in through]
-        pieces = (_pieces(x, ranks) for x in (before, own, gradients[:n], of_end))
+
+        def send(of_piece: Sequence[Tensor]) -> None:
+            if ranks.rank > 0:
+                sent.append(_sending(ranks, _packed(of_piece), ranks.rank - 1))
+
+        pieces = (_pieces(x, plan) for x in (before, own, gradients[:n], of_end))
         for state, part, read, ended in zip(*pieces, strict=True):
+            if plan.replaces:
+                send(read)
             after = ended
             if not last:
                 after = _unpacked(ranks.receive(_packed(ended), ranks.rank + 1), ended)
@@ -139,14 +156,15 @@ class _Pipelined(torch.autograd.Function):
             of_state.append(tuple(x + y for x, y in zip(read, found[:k], strict=True)))
             of_own.append(tuple(found[k : 2 * k]))
             of_through = [x + y for x, y in zip(of_through, found[2 * k :], strict=True)]
-            if ranks.rank > 0:
-                sent.append(_sending(ranks, _packed(of_state[-1]), ranks.rank - 1))
+            if not plan.replaces:
+                send(of_state[-1])
         for wait in sent:
             wait()
         # The first rank read the state; the other ranks were given it and did not.
         first = _joined(of_state)
         of_given = first if ranks.rank == 0 else tuple(torch.zeros_like(x) for x in first)
-        return None, *of_given, *_joined(of_own), *of_through
+        of_floats = (x if x.is_floating_point() else None for x in of_through)
+        return None, *of_given, *_joined(of_own), *of_floats
 
 
 def _after(plan: _Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -221,10 +239,10 @@ def _unpacked(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(part.view(x.shape) for part, x in zip(parts, like, strict=True))
 
 
-def _pieces(fields: Sequence[Tensor], ranks: Ranks) -> list[tuple[Tensor, ...]]:
+def _pieces(fields: Sequence[Tensor], plan: _Plan) -> list[tuple[Tensor, ...]]:
     """Cut the columns of the first field into one piece per rank, or fewer; the rest joins the first."""
     first, *others = fields
-    first_piece, *pieces = first.chunk(ranks.size, -1)
+    first_piece, *pieces = first.chunk(1 if plan.replaces else plan.ranks.size, -1)
     return [(first_piece, *others), *((piece,) for piece in pieces)]
 
 

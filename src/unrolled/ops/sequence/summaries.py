@@ -25,11 +25,15 @@ class Summary:
 
     own: Fields
     through: Tensor | None = None
-    pipelined: ClassVar[bool] = False  # whether the columns of the first field can be summed apart
+    pipelined: ClassVar[bool] = False  # whether the columns of the first field can be passed on apart
 
     def after(self, state: Fields) -> Fields:
         """Return the state after the slice, given that before it."""
         raise NotImplementedError
+
+    def replaces(self, state: Fields) -> bool:
+        """Whether the state after the slice is the same for any state before it."""
+        return False
 
     @classmethod
     def after_all(cls, state: Fields, summaries: Sequence[Self]) -> Fields:
@@ -77,6 +81,12 @@ class Latest(Summary):
 
     `through [B]` is how many of its own are valid, the last ones; None for all.
     """
+
+    pipelined = True
+
+    def replaces(self, state: Fields) -> bool:
+        """Whether the slice has as many tokens as are kept."""
+        return self.through is None and all(x.shape[-2] == self.own[n].shape[-2] for n, x in state.items())
 
     def after(self, state: Fields) -> Fields:
         """Drop the oldest tokens."""
