@@ -143,9 +143,10 @@ def sequence_parallel(
 ) -> Iterator[Ranks]:
     """Attend over a sequence whose slices are in the processes of a group, in the order of their ranks.
 
-    `forward`, `loss` and `prefill` of causal models and mechanisms then give, on each rank, the outputs of
-    its slice of the whole sequence. What cannot do that raises UnsupportedError. The backward pass may run
-    inside or outside of the context.
+    `forward`, `loss` and `prefill` of causal decoders and mechanisms then give, on each rank, the outputs of
+    its slice of the whole sequence; a loss is the mean over the targets of the slice. What cannot do that
+    raises UnsupportedError. A model of your own that adds positions to its input asks `token_counts` for the
+    number of tokens before the slice. The backward pass may run inside or outside of the context.
 
     Args:
         group: the processes; a mesh has one dimension. The default group where it is None.
