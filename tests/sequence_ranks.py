@@ -105,7 +105,7 @@ def main(rank, folder):
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=4,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=120),
     )
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "sequence"))
     pair, found = mesh["sequence"], {}
