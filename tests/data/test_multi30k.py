@@ -55,7 +55,7 @@ def test_what_is_no_tokenizer_is_refused():
 
 def test_pairs_are_padded_at_their_ends(dataset):
     for split in ("train", "val"):
-        inputs, targets, padding = dataset.batch(split, step=0, batch_size=8, seed=0)
+        inputs, targets, padding, _ = dataset.batch(split, step=0, batch_size=8, seed=0)
         assert inputs.shape == padding.shape
         assert len(targets) == len(inputs) == 8
         for source, padded, target in zip(inputs, padding, targets, strict=True):
@@ -94,7 +94,7 @@ def test_an_epoch_has_every_pair_once(dataset, batch_size):
 def test_a_batch_is_a_pure_function_of_its_arguments(dataset):
     first = dataset.batch("train", step=3, batch_size=4, seed=1)
     dataset.batch("train", step=70, batch_size=4, seed=1)
-    assert all(map(torch.equal, first, dataset.batch("train", step=3, batch_size=4, seed=1)))
+    assert all(map(torch.equal, first[:3], dataset.batch("train", step=3, batch_size=4, seed=1)))
     others = [
         dataset.batch("train", step=s, batch_size=4, seed=seed) for s, seed in [(4, 1), (3, 2), (67, 1)]
     ]

@@ -50,7 +50,7 @@ def test_mqar_asks_once_for_the_value_of_each_key(n_pairs, spare, ids, power, st
 def test_mqar_asks_at_the_distances_of_the_published_generator(power):
     count, n_pairs, space = 6_000, 3, 8
     dataset = MqarDataset(2 * n_pairs + 2 * space, n_pairs, 64, power, val_size=1)
-    inputs, targets, _ = dataset.batch("train", step=0, batch_size=count, seed=0)
+    inputs, targets, *_ = dataset.batch("train", step=0, batch_size=count, seed=0)
     asked = (targets[:, 2 * n_pairs :] != IGNORED)[:, ::2]
     # The generator of Arora et al. draws the places of a sequence so.
     p = power * np.arange(1, space + 1) ** (power - 1)

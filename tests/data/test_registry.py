@@ -65,7 +65,7 @@ def dataset(request, book):
 @pytest.mark.parametrize("dataset", TOKENS, indirect=True)
 def test_data_sets_of_tokens_keep_the_protocol(dataset):
     for split in ("train", "val"):
-        inputs, targets, _ = dataset.batch(split, step=3, batch_size=5, seed=0)
+        inputs, targets, *_ = dataset.batch(split, step=3, batch_size=5, seed=0)
         assert inputs.shape == targets.shape == (5, dataset.length)
         assert inputs.dtype == targets.dtype == torch.int64
         assert inputs.min() >= 0
@@ -107,7 +107,7 @@ def test_the_global_generators_are_neither_read_nor_moved(dataset):
 
 def test_what_a_caller_does_to_a_batch_does_not_reach_the_data(dataset):
     for split in ("train", "val"):
-        inputs, targets, _ = dataset.batch(split, step=0, batch_size=4, seed=0)
+        inputs, targets, *_ = dataset.batch(split, step=0, batch_size=4, seed=0)
         kept = inputs.clone(), targets.clone()
         inputs.zero_(), targets.zero_()
         again = dataset.batch(split, step=0, batch_size=4, seed=0)

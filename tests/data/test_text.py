@@ -88,7 +88,7 @@ def test_windows_are_pieces_of_their_own_part_and_reach_all_of_it(tmp_path):
     text = "".join(chr(0x100 + i) for i in range(100))  # every character tells its place
     dataset = TextDataset(write(tmp_path, text), length=7, val_fraction=0.3)
     for split, (first, last) in {"train": (0, 69), "val": (70, 99)}.items():
-        inputs, targets, _ = dataset.batch(split, step=0, batch_size=2_000, seed=0)
+        inputs, targets, *_ = dataset.batch(split, step=0, batch_size=2_000, seed=0)
         assert torch.equal(targets, inputs + 1)
         assert torch.equal(inputs, inputs[:, :1] + torch.arange(7))
         assert (inputs.min(), targets.max()) == (first, last)

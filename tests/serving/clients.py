@@ -1,8 +1,10 @@
 """A client of the app in this process, and what tests read from its answers."""
 
 import json
+import re
 from typing import Any
 
+from jsonschema import Draft202012Validator
 from serving.fakes import FakeStates, served
 from starlette.testclient import TestClient
 
@@ -12,8 +14,25 @@ from unrolled.serving.settings import Settings
 
 
 def client(*models: Served, states: FakeStates | None = None, **settings: Any) -> TestClient:
+    """A client that holds every JSON answer against the description in /openapi.json."""
     app = make_app(models or [served()], states or FakeStates(), Settings(**settings))
-    return TestClient(app, base_url="http://localhost")
+    http = TestClient(app, base_url="http://localhost")
+    http.event_hooks["response"].append(lambda answer: check_described(app.openapi(), answer))
+    return http
+
+
+def check_described(document: dict[str, Any], answer: Any) -> None:
+    answer.read()
+    if answer.headers.get("content-type") != "application/json" or answer.request.url.path == "/openapi.json":
+        return
+    for template, operations in document["paths"].items():
+        pattern = re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(template))
+        told = operations.get(answer.request.method.lower())
+        if told and re.fullmatch(pattern, answer.request.url.path):
+            status = str(answer.status_code)
+            found = told["responses"].get(status) or told["responses"][f"{status[0]}XX"]
+            schema = found["content"]["application/json"]["schema"]
+            Draft202012Validator(schema | {"components": document["components"]}).validate(answer.json())
 
 
 def post(http: TestClient, address: str = "/v1/completions", **body: Any) -> Any:

@@ -59,10 +59,14 @@ def test_a_rate_is_kept_for_each_key() -> None:
         ("[::1]:80", 200),
         ("evil.example", 400),
         ("localhost.evil.example", 400),
+        ("[localhost", 400),
     ],
 )
 def test_pages_of_other_names_cannot_ask_on_loopback(host: str, status: int) -> None:
-    assert client().get("/v1/models", headers={"host": host}).status_code == status
+    answer = client().get("/v1/models", headers={"host": host})
+    assert answer.status_code == status
+    if status == 400:
+        assert error(answer, 400)["param"] == "Host"
 
 
 def test_pages_of_other_origins_cannot_ask_unless_named() -> None:

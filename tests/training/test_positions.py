@@ -30,7 +30,7 @@ def by_hand(model: torch.nn.Module, dataset: BaseDataset, start: int, stop: int)
     """The losses and hits [2,c] of the c targets of each window that has any at these positions."""
     windows = []
     with torch.no_grad():
-        for inputs, targets, _ in dataset.eval_batches(1):
+        for inputs, targets, *_ in dataset.eval_batches(1):
             logits = model.eval()(inputs)[0]
             targets = targets[0, -len(logits) :]
             shift = inputs.shape[1] - len(logits)

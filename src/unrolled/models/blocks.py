@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from unrolled.ops.state import Parts
 
 INIT_STD = 0.02  # of every weight that starts random
 Attention = MultiHeadAttention[Any, Any]  # of any mechanism, with a state of its own type
+Result = TypeVar("Result")
 
 
 class Masks(TypedDict, total=False):
@@ -38,10 +39,10 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-def apply(layer: Callable[..., Tensor], *inputs: object, recompute: bool) -> Tensor:
+def apply(layer: Callable[..., Result], *inputs: object, recompute: bool) -> Result:
     """Call a layer; with `recompute`, keep its inputs only and run it again in the backward pass."""
     if recompute:
-        return cast(Tensor, checkpoint(inside(layer), *inputs, use_reentrant=False))
+        return cast(Result, checkpoint(inside(layer), *inputs, use_reentrant=False))
     return layer(*inputs)
 
 

@@ -118,7 +118,9 @@ class Decoder(LanguageModel[DecoderState], RecomputingModel):
     ) -> tuple[Tensor, DecoderState]:
         """Read tokens `[B,T]`, continuing from a state: `[B,T,d_model]` and the new state."""
         x = self.positions(self.embedding(tokens), start=state.position, key_padding_mask=key_padding_mask)
-        hidden, layers = self.stack.prefill(self.dropout(x), state.layers, key_padding_mask=key_padding_mask)
+        hidden, layers = self.stack.prefill(
+            self.dropout(x), state.layers, key_padding_mask=key_padding_mask, recompute=self.recompute
+        )
         _, read = token_counts(tokens.shape[1], key_padding_mask)
         return hidden, DecoderState(state.position + read, layers)
 

@@ -80,6 +80,22 @@ class LanguageModel(SavedModel, Generic[State]):
         check_ids("inputs", inputs, self.n_ids, self.embedding.weight)
         return self.head.loss(self.read_all(inputs, **masks), targets, masks.get("key_padding_mask"))
 
+    def loss_from(
+        self, inputs: Tensor, targets: Tensor, state: State, *, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """Mean loss of tokens that follow those that `state` has read, as of `loss`, and the new state.
+
+        Args:
+            inputs: [B, T] long.
+            targets: [B, T] long, what follows each position; -100 and those at padding are ignored.
+            state: as for `prefill`.
+            key_padding_mask: [B, T] bool, True at padding, which leaves the state of its row unchanged.
+        """
+        check_ids("inputs", inputs, self.n_ids, self.embedding.weight)
+        self.check_state(state, inputs.shape[0])
+        hidden, state = self.read_some(inputs, state, key_padding_mask)
+        return self.head.loss(hidden, targets, key_padding_mask), state
+
     def prefill(
         self, tokens: Tensor, state: State, *, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, State]:

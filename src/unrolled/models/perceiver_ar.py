@@ -133,6 +133,10 @@ class PerceiverAR(Decoder):
             targets = targets.masked_fill(padding, IGNORED).gather(1, _order(padding))
         return self.head.loss(hidden, targets[:, targets.shape[1] - hidden.shape[1] :])
 
+    def loss_from(self, *_: object, **__: object) -> tuple[Tensor, DecoderState]:
+        """Not supported: the loss covers the last tokens of a sequence only."""
+        raise UnsupportedError("PerceiverAR predicts at the end of a sequence only: it has no loss_from")
+
     def prefill(
         self, tokens: Tensor, state: DecoderState, *, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, DecoderState]:

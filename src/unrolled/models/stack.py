@@ -75,12 +75,19 @@ class Stack(Layer):
         return tuple(block.attention.init_state(batch_size) for block in self.layers)
 
     def prefill(
-        self, x: Tensor, states: States, *, key_padding_mask: Tensor | None = None, start: int = 0
+        self,
+        x: Tensor,
+        states: States,
+        *,
+        key_padding_mask: Tensor | None = None,
+        recompute: bool = False,
+        start: int = 0,
     ) -> tuple[Tensor, States]:
         """[B, T, d_model] -> [B, T, d_model] and the new states, through the blocks from `start` on."""
         x, after = self._enter(x, key_padding_mask), []
         for block, state in zip(self.layers[start:], states, strict=True):
-            x, state = block.prefill(x, state, key_padding_mask=key_padding_mask)
+            prefill = partial(block.prefill, key_padding_mask=key_padding_mask)
+            x, state = apply(prefill, x, state, recompute=recompute)
             after.append(state)
         return self._leave(x), tuple(after)
 

@@ -15,12 +15,11 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from unrolled.serving.gone import GoneError
-from unrolled.serving.guards import Bodies, Keys
+from unrolled.serving.guards import Bodies, Keys, LocalHosts
 from unrolled.serving.logs import Logged
 from unrolled.serving.model import Served
 from unrolled.serving.openapi import describe_models
@@ -31,7 +30,6 @@ from unrolled.serving.service import Service
 from unrolled.serving.settings import Settings
 from unrolled.serving.states import States
 
-LOCAL_HOSTS = ["localhost", "127.0.0.1", "[::1]"]
 CLIENT_CLOSED = 499
 ROUTES = (completions, chat, images, models, states, tokens, operation)
 
@@ -75,7 +73,7 @@ def make_app(served: Sequence[Served], states: States, settings: Settings) -> Fa
             expose_headers=["etag", "retry-after", "x-request-id"],
         )
     if settings.loopback:  # so that no page whose name was made to point here can ask (DNS rebinding)
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_HOSTS, www_redirect=False)
+        app.add_middleware(LocalHosts)
     app.add_middleware(Logged, metrics=service.metrics)
     return app
 

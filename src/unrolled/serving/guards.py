@@ -1,9 +1,10 @@
-"""What stands before the routes: keys, rates, sizes and speeds of bodies."""
+"""What stands before the routes: names of this machine, keys, rates, sizes and speeds of bodies."""
 
 import asyncio
 import hmac
 import time
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 from limits import parse
 from limits.storage import MemoryStorage
@@ -19,6 +20,35 @@ from unrolled.serving.settings import Settings
 OPEN = ("/", "/health", "/ready")
 OPEN_FOLDER = "/page/"
 STATES = "/v1/states/"
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
+class LocalHosts:
+    """Lets requests pass whose header Host names this machine.
+
+    Args:
+        app: what answers.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it."""
+        if scope["type"] == "http" and _name(host := Headers(scope=scope).get("host", "")) not in LOCAL_HOSTS:
+            names = ", ".join(LOCAL_HOSTS)
+            error = ApiError(400, f"the header Host is {host!r}, but must be one of {names}", param="Host")
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _name(host: str) -> str | None:
+    """Return the name in a header Host, without its port; None where there is none."""
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:  # brackets around what is no address
+        return None
 
 
 class Keys:

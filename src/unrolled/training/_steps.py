@@ -13,9 +13,11 @@ from unrolled.training import checkpoint
 from unrolled.training.averaging import average, averaged_copy
 from unrolled.training.checkpoint import TrainState
 from unrolled.training.config import TrainConfig
-from unrolled.training.evaluation import batch_loss, count_targets
+from unrolled.training.evaluation import count_targets
+from unrolled.training.gradients import add_gradient
 from unrolled.training.interfaces import Recomputes, Trainable
 from unrolled.training.optim import Schedule, build_optimizers
+from unrolled.training.segments import check_continues
 
 CHECKPOINT = "last.safetensors"
 
@@ -43,8 +45,14 @@ def go_back(path: Path, state: TrainState, identity: Mapping[str, object], confi
     return resumed
 
 
-def recompute_activations(model: Trainable, config: TrainConfig) -> None:
-    """Turn it on where the config asks for it."""
+def fit(model: Trainable, config: TrainConfig) -> None:
+    """Check that the model can be trained as the config asks for; turn on what it asks for.
+
+    Raises:
+        UnsupportedError: the model cannot recompute activations, or has no state to go on from.
+    """
+    if config.segment is not None:
+        check_continues(model)
     if config.gradient_checkpointing:
         if not isinstance(model, Recomputes):
             name = type(model).__name__
@@ -71,9 +79,7 @@ def update(state: TrainState, dataset: Dataset, config: TrainConfig, lr: float) 
     for batch, count in zip(batches, counts, strict=True):
         if count:
             # weighed by targets, the sum is the mean over the large batch that is accumulated
-            loss = batch_loss(state.model, batch, config, state.device) * (count / targets)
-            loss.backward()  # type: ignore[no-untyped-call]
-            parts.append(loss.detach())
+            parts.append(add_gradient(state.model, batch, count / targets, config, state.device))
     total = torch.stack(parts).sum()
     parameters = [x for optimizer in state.optimizers for g in optimizer.param_groups for x in g["params"]]
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip_norm or math.inf)

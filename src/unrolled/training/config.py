@@ -47,6 +47,10 @@ class TrainConfig(Checked):
         checkpoint_every: updates between two checkpoints, which is the most that a killed run loses.
         log_every: updates per line of training loss in the log.
         seed: of the data order and of dropout.
+        segment: read longer sequences in segments of this many tokens, with the gradient of the whole
+            sequence: in the memory of one segment and the time of another forward pass. If the state of the
+            model grows, one for each segment is kept in a temporary file. None reads sequences whole. See
+            `unrolled.training.segments`.
         redraw_every: updates after which random features (`performer`, `rfa`) get other rows; None keeps the
             first ones.
         threads: CPU threads of torch; None leaves them as they are.
@@ -78,6 +82,7 @@ class TrainConfig(Checked):
     threads: Annotated[int, Ge(1), Le(MAX_THREADS)] | None = None
     eps: Positive = 1e-8
     redraw_every: Size | None = None
+    segment: Size | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.betas, list):  # from YAML or JSON
@@ -95,11 +100,11 @@ class TrainConfig(Checked):
     def free_on_resume(self) -> frozenset[str]:
         """Name the fields that a resumed run may change, since they do not change what the weights become.
 
-        `threads` and `gradient_checkpointing` change at most the rounding. `steps` and `seconds` bend the
-        cosine, and the plateau schedule reacts at each evaluation, so those hold them and `eval_every` fast.
+        `threads`, `gradient_checkpointing` and `segment` change at most the rounding. `steps` and `seconds`
+        bend the cosine, and the plateau schedule reacts at each evaluation: those hold them and `eval_every`.
         `eval_batches` is held because the best loss so far must stay comparable.
         """
-        free = {"checkpoint_every", "log_every", "threads", "gradient_checkpointing"}
+        free = {"checkpoint_every", "log_every", "threads", "gradient_checkpointing", "segment"}
         if self.schedule != "cosine":
             free |= {"steps", "seconds"}
         if self.schedule != "plateau":

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from unrolled.contract import IGNORED, Batch, Dataset
 from unrolled.training._session import own_random_state
 from unrolled.training.config import TrainConfig
 from unrolled.training.interfaces import Trainable
+from unrolled.training.segments import Continues, Segments, pieces
 
 
 class EvaluationStoppedError(Exception):
@@ -40,9 +43,10 @@ def evaluate(
         for batch in islice(dataset.eval_batches(config.batch_size), config.eval_batches):
             if stop():
                 raise EvaluationStoppedError
-            if count := count_targets(batch):
-                nats += batch_loss(model, batch, config, device).item() * count
-                targets += count
+            for piece in [batch] if config.segment is None else pieces(batch, config.segment):
+                if count := count_targets(piece):
+                    nats += _nats(model, piece, config, device, count)
+                    targets += count
     if targets == 0:
         raise ValueError(f"the validation split has no target to predict: it is empty or all {IGNORED}")
     return nats / targets
@@ -59,6 +63,22 @@ def evaluating(model: Trainable) -> Iterator[torch.device]:
             yield device
     finally:
         model.train(was_training)
+
+
+def _nats(model: Trainable, batch: Batch, config: TrainConfig, device: torch.device, count: int) -> float:
+    """Sum of the losses of the `count` targets of a batch, without a graph."""
+    if config.segment is None or batch.inputs.shape[1] <= config.segment:
+        return batch_loss(model, batch, config, device).item() * count
+    found = segments_of(model, batch, config, device)
+    return found.loss(found.start()).item()
+
+
+def segments_of(model: Trainable, batch: Batch, config: TrainConfig, device: torch.device) -> Segments:
+    """Cut the rows of a batch into segments, as the run says."""
+    padding = None if batch.key_padding_mask is None else batch.key_padding_mask.to(device)
+    moved = Batch(batch.inputs.to(device), batch.targets.to(device), padding)
+    autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=config.bf16)
+    return Segments(cast(Continues, model), moved, config.segment or moved.inputs.shape[1], autocast)
 
 
 def batch_loss(model: Trainable, batch: Batch, config: TrainConfig, device: torch.device) -> Tensor:

@@ -82,7 +82,7 @@ def train(
         UnsupportedError: TensorBoard is not installed, or the model cannot recompute activations.
     """
     run_dir = Path(run_dir)
-    _steps.recompute_activations(model, config)
+    _steps.fit(model, config)
     device = _steps.device_of(model)
     with own_random_state(device), cpu_threads(config.threads), interrupt_flag() as interrupted:
         # draws a batch first, so that a failure creates no folder

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from unrolled.serving.choices import chat_logprobs
 from unrolled.serving.gone import unless_gone
+from unrolled.serving.protocol.answers import ChatCompletion, answers
 from unrolled.serving.protocol.chat import MOST_TOKENS, ChatRequest, choice
 from unrolled.serving.protocol.errors import invalid
 from unrolled.serving.routes.continuing import Continuing, encode
@@ -20,7 +21,7 @@ from unrolled.serving.text import Text
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=answers(ChatCompletion, stream=True))
 async def chat(body: ChatRequest, request: Request) -> Response:
     """Answer in a conversation; with a state, the messages are those that follow it."""
     served = service_of(request).model(body.model)

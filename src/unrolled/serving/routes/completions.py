@@ -12,6 +12,7 @@ from unrolled.serving.choices import CompletionLogprobs
 from unrolled.serving.gone import unless_gone
 from unrolled.serving.jobs import Prompted
 from unrolled.serving.model import Served
+from unrolled.serving.protocol.answers import Completion, answers
 from unrolled.serving.protocol.completions import DEFAULT_TOKENS, CompletionRequest, choice
 from unrolled.serving.protocol.errors import invalid
 from unrolled.serving.routes.continuing import Continuing, check_ids, encode
@@ -22,7 +23,7 @@ router = APIRouter()
 MOST_PROMPTS = 128
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=answers(Completion, stream=True))
 async def complete(body: CompletionRequest, request: Request) -> Response:
     """Continue a text, several texts, or a state."""
     served = service_of(request).model(body.model)

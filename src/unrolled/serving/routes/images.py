@@ -13,6 +13,7 @@ from unrolled.serving.gone import unless_gone
 from unrolled.serving.jobs import Drawn, Finished
 from unrolled.serving.logs import record_of
 from unrolled.serving.model import Served
+from unrolled.serving.protocol.answers import ImageCompletion, answers
 from unrolled.serving.protocol.errors import invalid
 from unrolled.serving.protocol.images import ImageRequest
 from unrolled.serving.routes.continuing import check_ids
@@ -23,7 +24,7 @@ from unrolled.serving.streams import Chunks, stream
 router = APIRouter()
 
 
-@router.post("/v1/images/completions")
+@router.post("/v1/images/completions", responses=answers(ImageCompletion, stream=True))
 async def complete_image(body: ImageRequest, request: Request) -> Response:
     """Draw the rest of an image, pixel by pixel."""
     service = service_of(request)

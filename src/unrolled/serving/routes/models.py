@@ -6,20 +6,21 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from unrolled.serving.model import Served
+from unrolled.serving.protocol.answers import Model, ModelList, answers
 from unrolled.serving.service import service_of
 
 router = APIRouter()
 MANY = 1_024  # tokens over which the growth of a state is taken
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", responses=answers(ModelList))
 async def models(request: Request) -> Response:
     """List the models."""
     data = [described(served) for served in service_of(request).models.values()]
     return JSONResponse({"object": "list", "data": data})
 
 
-@router.get("/v1/models/{id}")
+@router.get("/v1/models/{id}", responses=answers(Model))
 async def model(id: str, request: Request) -> Response:
     """Describe one model."""
     return JSONResponse(described(service_of(request).model(id)))

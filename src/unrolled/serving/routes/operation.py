@@ -3,6 +3,7 @@
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from unrolled.serving.protocol.answers import Health, answers
 from unrolled.serving.protocol.errors import ApiError
 from unrolled.serving.service import service_of
 
@@ -10,7 +11,7 @@ router = APIRouter()
 FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 
 
-@router.get("/health")
+@router.get("/health", responses=answers(Health))
 async def health(request: Request) -> Response:
     """Say whether the engines run: if one does not, the process has to be started again."""
     stopped = [served.name for served in service_of(request).models.values() if not served.engine.alive]
@@ -19,7 +20,7 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-@router.get("/ready")
+@router.get("/ready", responses=answers(Health))
 async def ready(request: Request) -> Response:
     """Say whether requests are taken: not while the server stops."""
     if not service_of(request).ready:

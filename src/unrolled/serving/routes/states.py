@@ -7,6 +7,7 @@ from fastapi import APIRouter, Header, Path, Request
 from starlette.responses import JSONResponse, Response
 
 from unrolled.serving.model import Served
+from unrolled.serving.protocol.answers import Session, StateInfo, answers
 from unrolled.serving.protocol.errors import ApiError, invalid
 from unrolled.serving.protocol.sessions import SessionRequest
 from unrolled.serving.service import service_of
@@ -19,7 +20,7 @@ Name = Annotated[str, Path(pattern="^[A-Za-z0-9._:-]{1,128}$", description="the 
 FILE = "application/octet-stream"
 
 
-@router.get("/v1/states/{id}", response_class=Response)
+@router.get("/v1/states/{id}", response_class=Response, responses={200: {"content": {FILE: {}}}})
 async def download(id: Id, request: Request) -> Response:
     """Return a state as a safetensors file."""
     snapshot = await service_of(request).snapshot(id)
@@ -27,7 +28,7 @@ async def download(id: Id, request: Request) -> Response:
     return Response(content, media_type=FILE, headers={"etag": f'"{id}"'})
 
 
-@router.put("/v1/states/{id}", response_class=Response, status_code=201)
+@router.put("/v1/states/{id}", status_code=201, responses=answers(StateInfo, 200, 201))
 async def upload(id: Id, request: Request) -> Response:
     """Take a state; 201 if it is new, 200 if it was there."""
     service, content = service_of(request), await request.body()
@@ -54,7 +55,7 @@ async def delete(id: Id, request: Request) -> Response:
     return Response(status_code=204)
 
 
-@router.get("/v1/sessions/{name}")
+@router.get("/v1/sessions/{name}", responses=answers(Session))
 async def session(name: Name, request: Request) -> Response:
     """Return the state that a session points to."""
     found = await service_of(request).stored(service_of(request).states.session, name)
@@ -63,7 +64,7 @@ async def session(name: Name, request: Request) -> Response:
     return _pointer(name, found)
 
 
-@router.put("/v1/sessions/{name}")
+@router.put("/v1/sessions/{name}", responses=answers(Session))
 async def move(
     name: Name,
     body: SessionRequest,

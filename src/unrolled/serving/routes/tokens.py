@@ -4,6 +4,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from unrolled.serving.model import Served
+from unrolled.serving.protocol.answers import Detokenized, Tokenized, TokenizerInfo, answers
 from unrolled.serving.protocol.errors import invalid
 from unrolled.serving.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from unrolled.serving.routes.continuing import check_ids, encode
@@ -13,7 +14,7 @@ from unrolled.serving.text import Text
 router = APIRouter()
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", responses=answers(Tokenized))
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Return the ids of a text, without a start symbol."""
     served = service_of(request).model(body.model)
@@ -25,7 +26,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     return JSONResponse(found)
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", responses=answers(Detokenized))
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """Return the text of ids."""
     served = service_of(request).model(body.model)
@@ -33,7 +34,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     return JSONResponse({"prompt": _text(served).decode(ids)})
 
 
-@router.get("/tokenizer_info")
+@router.get("/tokenizer_info", responses=answers(TokenizerInfo))
 async def tokenizer_info(request: Request, model: str | None = None) -> Response:
     """Return what a client wants to know of a tokenizer: its special tokens and its chat template."""
     served = service_of(request).model(model)

@@ -1,0 +1,66 @@
+"""The gradient of a micro-batch, whole or by segments."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from unrolled.contract import Batch
+from unrolled.training.config import TrainConfig
+from unrolled.training.evaluation import batch_loss, count_targets, segments_of
+from unrolled.training.interfaces import Trainable
+from unrolled.training.segments import pieces
+
+
+def add_gradient(
+    model: Trainable,
+    batch: Batch,
+    weight: float,
+    config: TrainConfig,
+    device: torch.device,
+    accumulating: Callable[[], AbstractContextManager[object]] = nullcontext,
+    *,
+    last: bool = True,
+) -> Tensor:
+    """Add the gradient of `weight` times the loss of a micro-batch to the gradients of the parameters.
+
+    Args:
+        model: what is trained.
+        batch: has at least one target.
+        weight: of its mean loss, such as its part of all targets.
+        config: `segment` and `bf16`.
+        device: of the model.
+        accumulating: makes a context for forward and backward passes that are not the last of an update.
+        last: whether this micro-batch is.
+
+    Returns:
+        The weighted loss, without a graph.
+    """
+    if config.segment is None:
+        return _whole(model, batch, weight, config, device, nullcontext() if last else accumulating())
+    scale, cut, losses = weight / count_targets(batch), list(pieces(batch, config.segment)), []
+    for number, piece in enumerate(cut, start=1):
+        final = last and number == len(cut)
+        if piece.inputs.shape[1] > config.segment:
+            found = segments_of(model, piece, config, device)
+            loss, _ = found.add_gradient(scale, found.start(), accumulating, last=final)
+        else:
+            context = nullcontext() if final else accumulating()
+            loss = _whole(model, piece, scale * count_targets(piece), config, device, context)
+        losses.append(loss)
+    return torch.stack(losses).sum()
+
+
+def _whole(
+    model: Trainable,
+    batch: Batch,
+    weight: float,
+    config: TrainConfig,
+    device: torch.device,
+    context: AbstractContextManager[object],
+) -> Tensor:
+    with context:
+        loss = batch_loss(model, batch, config, device) * weight
+        loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
