@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.contract import Supports, UnsupportedError
+from unrolled.ops import sequence
 
 
 class PlainState(NamedTuple):
@@ -163,7 +164,11 @@ class PlainLinear(nn.Module):
             if expected and not claimed:
                 raise UnsupportedError(f"{name} is not supported here; use another mechanism")
 
+    def refuse_slices(self):
+        sequence.refuse("plain linear attention")
+
     def check_sequences(self, query, key, value):
+        self.refuse_slices()
         for name, x in (("query", query), ("key", key), ("value", value)):
             if x.dim() != 3 or x.shape[-1] != self.d_model or x.shape[0] != query.shape[0]:
                 raise ValueError(f"{name} has shape {list(x.shape)}, should be [B, T, {self.d_model}]")

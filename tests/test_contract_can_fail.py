@@ -26,6 +26,7 @@ from unrolled.testing import (
     check_padding_content,
     check_refuses_unclaimed,
     check_refuses_unclaimed_verbs,
+    check_sequence,
     check_single_queries,
     check_weights,
     checks,
@@ -385,6 +386,11 @@ class AcceptsAnyState(PlainLinear):
             super().check_part(name, part, expected)
 
 
+class AcceptsASlice(PlainLinear):
+    def refuse_slices(self):
+        pass
+
+
 DEFECTS = {
     LongPrefillDiffers: {"forms_agree"},
     LongPrefillStartsAfresh: {"forms_agree"},
@@ -429,6 +435,7 @@ DEFECTS = {
     BranchesOnTheLength: {"dynamic_length"},
     AcceptsAnyPaddingType: {"rejects_wrong_input"},
     AcceptsAnyState: {"rejects_other_states"},
+    AcceptsASlice: {"sequence"},
 }
 
 
@@ -460,7 +467,13 @@ class TakesMoreThanItSays(SoftmaxAttention):
         super().__init__(d_model, n_heads, **shared)
 
 
+class AttendsToItsOwnSlice(SoftmaxAttention):
+    def attend_over(self, ranks, heads, state, key_padding_mask, *, to_end=True):
+        return self.prefill_heads(heads, state, key_padding_mask)
+
+
 FALSE_CLAIMS = [
+    (AttendsToItsOwnSlice, check_sequence, "two slices with scan='gather' against one sequence: output of"),
     (WeightsBeforeSoftmax, check_weights, "the weights of each query, added up"),
     (ReadForgetsThePadding, check_single_queries, "recall of"),
     (ReadsWithoutTheClaim, check_refuses_unclaimed_verbs, "read .not claimed.: was accepted"),

@@ -41,6 +41,8 @@ class Supports:
         max_length: the constructor takes `max_length`, and longer sequences raise ValueError.
         positions: the mechanism uses the position of each token, and its state counts the tokens.
         reads_input: the output depends on more of the input than queries, keys and values.
+        sequence: causal attention may run over a sequence whose slices are in several processes; see
+            `unrolled.ops.sequence`.
     """
 
     causal: bool
@@ -57,6 +59,7 @@ class Supports:
     max_length: bool = False
     positions: bool = False
     reads_input: bool = False
+    sequence: bool = False
 
     def but(self, **changes: Any) -> Self:
         """Return a copy with some fields changed."""

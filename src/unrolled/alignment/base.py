@@ -9,6 +9,7 @@ from unrolled.ops.checks import check_key_padding_mask, shape
 from unrolled.ops.inputs import check_input
 from unrolled.ops.options import ChecksOptions, at_least
 from unrolled.ops.precision import accumulation_dtype, without_autocast
+from unrolled.ops.sequence import refuse
 from unrolled.ops.softmax import softmax_or_zero
 from unrolled.ops.state_checks import Growing, check_state
 
@@ -127,6 +128,7 @@ class Alignment(ChecksOptions, nn.Module):
         return accumulation_dtype(like.dtype if weight is None else weight.dtype)
 
     def _check(self, name: str, x: Tensor, axes: list[str | int]) -> None:
+        refuse("an alignment")
         check_input(name, x, axes, next(self.parameters(), None))
 
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from unrolled.attention._heads import Masks, Projected
-from unrolled.ops.conv import causal_conv, causal_conv_step
+from unrolled.ops.conv import causal_conv_step
+from unrolled.ops.sequence import causal_conv
 
 
 class ConvolvedState(NamedTuple):

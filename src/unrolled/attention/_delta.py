@@ -5,13 +5,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 
 from unrolled.attention._heads import of_every_head
 from unrolled.attention._state import advance
 from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.ops.delta import delta_rule, operator
 from unrolled.ops.precision import accumulation_dtype
+from unrolled.ops.sequence import Transformed
 
 
 class DeltaState(NamedTuple):
@@ -54,6 +55,13 @@ class DeltaRule(MultiHeadAttention[DeltaState, Rates]):
         o, kv = self._run(heads, state.kv, Masks(key_padding_mask))
         return o, DeltaState(kv, advance(state.position, heads.q, key_padding_mask))
 
+    def summarise(self, heads: Heads[Rates], key_padding_mask: Tensor | None) -> Transformed:
+        """Run from zeros; and from the identity, with values of zero, for what becomes of a state."""
+        _, k, v, beta, log_decay = self._rule(heads)
+        v, state = beside_identity(v, k)
+        _, kv = delta_rule(k, k, v, beta, log_decay=log_decay, state=state, key_padding_mask=key_padding_mask)
+        return split_transition(kv)
+
     def step_heads(self, heads: Heads[Rates], state: DeltaState) -> tuple[Tensor, DeltaState]:
         """Run one step of the recurrence."""
         q, k, v, beta, log_decay = self._rule(heads)
@@ -76,6 +84,21 @@ class DeltaRule(MultiHeadAttention[DeltaState, Rates]):
         if positions is not None:
             q, k = self.rotate(q, positions), self.rotate(k, positions)
         return q, k, v.to(q.dtype), beta, log_decay
+
+
+def beside_identity(v: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Append zeros, D wide, to `v [B,T,G,M]`, and the identity to a state of zeros: `[B,G,D,M+D]`.
+
+    The last D columns of the state after `k [B,T,G,D]` and these values are then what became of the identity.
+    """
+    (B, _, G, D), M = k.shape, v.shape[3]
+    eye = torch.eye(D, dtype=k.dtype, device=k.device).expand(B, G, D, D)
+    return pad(v, (0, D)), pad(eye, (M, 0))
+
+
+def split_transition(kv: Tensor) -> Transformed:
+    """Return the first M columns of `[B,G,D,M+D]` as a state, and the others as what multiplies another."""
+    return Transformed({"kv": kv[..., : -kv.shape[2]]}, kv[..., -kv.shape[2] :])
 
 
 def random_log_paces(n: int) -> Tensor:

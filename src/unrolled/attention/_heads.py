@@ -26,6 +26,10 @@ class Heads(NamedTuple, Generic[Inputs]):
     inputs: Inputs = None  # type: ignore[assignment]
     recent: Tensor | None = None
 
+    def without_queries(self) -> "Heads[Inputs]":
+        """Leave the keys and values alone, which a state is made of: T = 0."""
+        return self._replace(q=self.q[:, :0])
+
 
 def of_every_head(x: Tensor, n_heads: int) -> Tensor:
     """Give all heads of a group its queries or keys: `[...,groups,D]` to `[...,n_heads,D]`."""

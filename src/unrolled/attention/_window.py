@@ -7,6 +7,7 @@ from torch import Tensor
 
 from unrolled.attention._heads import KeyMasks
 from unrolled.attention.base import CommonOptions, Heads, Inputs, MultiHeadAttention
+from unrolled.ops.sequence import Latest, last_tokens
 from unrolled.ops.window.dilated import dilated_window_attention
 from unrolled.ops.window.state import WindowState, empty_window, window_prefill, window_step
 
@@ -85,13 +86,17 @@ class SlidingWindow(MultiHeadAttention[WindowState, Inputs]):
         window_size, dilation = self.window_size, self.dilation
         return dilated_window_attention(q, k, v, window_size=window_size, dilation=dilation, **masks)
 
+    @property
+    def reach(self) -> int:
+        """How many tokens back the window reaches."""
+        return self.window_size[0] * max(self.dilation)
+
     def init_heads(self, batch_size: int) -> WindowState:
         """Make the state of `batch_size` sequences before their first token: an empty window."""
         if self.supports.recurrence == "none":
             return super().init_heads(batch_size)
-        reach = self.window_size[0] * max(self.dilation)
         like = self.out_proj.weight.new_empty(0, dtype=self.state_dtype)
-        return empty_window(batch_size, reach, self.n_kv_heads, self.head_dim, self.value_dim, like)
+        return empty_window(batch_size, self.reach, self.n_kv_heads, self.head_dim, self.value_dim, like)
 
     def prefill_heads(
         self, heads: Heads[Inputs], state: WindowState, key_padding_mask: Tensor | None
@@ -99,6 +104,14 @@ class SlidingWindow(MultiHeadAttention[WindowState, Inputs]):
         """Attend in parallel, continuing from a state."""
         (q, k), left, gap, padding = self.rotated(heads), self.window_size[0], self.dilation, key_padding_mask
         return window_prefill(q, k, heads.v, state, left=left, dilation=gap, key_padding_mask=padding)
+
+    def summarise(self, heads: Heads[Inputs], key_padding_mask: Tensor | None) -> Latest:
+        """Keep the last keys and values, as many as the window reaches back."""
+        _, k = self.rotated(heads)
+        n = min(self.reach, k.shape[1])
+        k, count = last_tokens(k, key_padding_mask, n)
+        v, _ = last_tokens(heads.v, key_padding_mask, n)
+        return Latest({"k": k.transpose(1, 2), "v": v.transpose(1, 2)}, count)
 
     def step_heads(self, heads: Heads[Inputs], state: WindowState) -> tuple[Tensor, WindowState]:
         """Attend from one token to the window before it."""

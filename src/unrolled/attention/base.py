@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from unrolled.attention._conv import ConvolvedState, ShortConvolution
 from unrolled.attention._heads import MEMORY_GROWS, NO_MASKS, Heads, Inputs, Masks, Memory, Projected
 from unrolled.attention._options import CommonOptions, check_rotation
+from unrolled.attention._slices import attend_over, check_slice
 from unrolled.contract import Supports, UnsupportedError
+from unrolled.ops import sequence
 from unrolled.ops.checks import check_attn_mask, check_cu_seqlens, check_key_padding_mask, shape
 from unrolled.ops.dense import Linear
 from unrolled.ops.inputs import check_input
@@ -39,6 +41,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
 
     - to run as a recurrence: `init_heads`, `prefill_heads` and `step_heads`, and `growing`, which says which
       fields of the state grow;
+    - to run over a sequence whose slices are in several processes, `summarise`;
     - to compute more from its input than queries, keys and values: `read_input`;
     - to normalise or gate its output: `merge_heads`;
     - if it is only causal, only bidirectional or without rotary positions: `one_way` and `no_rotary`, the
@@ -133,6 +136,13 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         """Attend to the state and to one new token: `q [B,H,D]`, `k [B,G,D]`, `v [B,G,M]` to `[B,H,M]`."""
         raise NotImplementedError
 
+    def summarise(self, heads: Heads[Inputs], key_padding_mask: Tensor | None) -> sequence.Summary:
+        """Compute what these tokens do to any state, where processes share the sequence.
+
+        The fields of the summary are those of the state that depend on the tokens before, but `position`.
+        """
+        raise NotImplementedError
+
     def read_input(self, x: Tensor) -> Inputs:
         """Compute what else the mechanism needs from the keys' input `[...,d_model]`; nothing by default."""
         return None  # type: ignore[return-value]
@@ -199,7 +209,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         query, key, value = self._checked(query, key, value, masks)
         x, cross = (query, False) if key is None else (key, True)
         heads = self.heads_of(self.project(query, key, value), x, masks, cross=cross, **further)
-        return self.merge_heads(self.attend(heads, masks), query)
+        return self.merge_heads(self.attend_to_all(heads, masks), query)
 
     def init_state(self, batch_size: int) -> State:
         """Make the state of `batch_size` sequences before their first token.
@@ -261,6 +271,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
 
         Equal to `forward(query, that sequence)`, however the queries are split into calls.
         """
+        sequence.refuse("a memory")
         self._check_input("query", query)
         weight = self.out_proj.weight
         empty = partial(self.read, weight.new_empty(0, 0, self.d_model))
@@ -283,6 +294,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             ValueError: an argument of the wrong shape or type.
             UnsupportedError: the output is not a weighted mean of the values, or `memory` cannot be read.
         """
+        sequence.refuse("a memory")
         self._check_has_weights()
         self.refuse("cross", memory, "cross-attention")
         self._check_input("query", query)
@@ -332,6 +344,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             state: the state to continue from; None at the beginning of the sequence.
             further: other arguments of `read_input`.
         """
+        check_slice(self, x, masks, cross)
         positions = recent = None
         if self.short_conv is not None:
             projected, recent = self.short_conv(projected, masks, None if state is None else state.recent)
@@ -344,6 +357,13 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
                 positions = positions if state is None else state.position.unsqueeze(1) + positions
         return Heads(*projected, positions, self.read_input(x, **further), recent)
 
+    def attend_to_all(self, heads: Heads[Inputs], masks: Masks) -> Tensor:
+        """Attend in parallel, to the tokens of all processes where they share the sequence: `[B,T,H,M]`."""
+        if (ranks := sequence.current()) is None:
+            return self.attend(heads, masks)
+        state = self.init_heads(heads.q.shape[0])
+        return self.attend_over(ranks, heads, state, masks.key_padding_mask, to_end=False)[0]
+
     def advance(
         self, heads: Heads[Inputs], state: State, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, State]:
@@ -355,18 +375,44 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         inner: State = state if heads.recent is None else state.heads  # type: ignore[attr-defined]
         if heads.q.dim() == 3:
             o, inner = self.step_heads(heads, inner)
+        elif (ranks := sequence.current()) is not None:
+            o, inner = self.attend_over(ranks, heads, inner, key_padding_mask)
         else:
             o, inner = self.prefill_heads(heads, inner, key_padding_mask)
         return o, inner if heads.recent is None else ConvolvedState(inner, heads.recent)  # type: ignore
+
+    def attend_over(
+        self,
+        ranks: sequence.Ranks,
+        heads: Heads[Inputs],
+        state: State,
+        key_padding_mask: Tensor | None,
+        *,
+        to_end: bool = True,
+    ) -> tuple[Tensor, State]:
+        """Attend causally to a state, to the slices of the ranks before and to one's own.
+
+        A mechanism that defines `summarise` need not define this.
+
+        Returns:
+            `[B,T,H,M]`, and the state after the slices of all ranks; without `to_end` it has no meaning.
+        """
+        return attend_over(self, ranks, heads, state, key_padding_mask, to_end=to_end)
 
     def positions_of(self, x: Tensor, masks: Masks = NO_MASKS) -> Tensor:
         """Return the position of each token of `x [B,T,d_model]` in its sequence, `[B,T]`."""
         B, T = x.shape[:2]
         if masks.cu_seqlens is not None:
             return positions_from_cu_seqlens(masks.cu_seqlens, T)
-        if masks.key_padding_mask is not None:
-            return positions_from_padding(masks.key_padding_mask)
-        return torch.arange(T, device=x.device).expand(B, T)
+        padding = masks.key_padding_mask
+        if padding is not None:
+            positions = positions_from_padding(padding)
+        else:
+            positions = torch.arange(T, device=x.device).expand(B, T)
+        if (ranks := sequence.current()) is None:
+            return positions
+        earlier, _ = ranks.counts(T, padding)
+        return positions + (earlier.unsqueeze(1) if isinstance(earlier, Tensor) else earlier)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate queries or keys by their positions, as `rotary_base` and `rotary_dim` say."""
@@ -466,6 +512,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
 
     def _read(self, memory: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Check a memory; return its keys, values and mask."""
+        sequence.refuse("a memory")
         self.refuse("cross", memory, "cross-attention")
         if not self.supports.single_queries or self.causal or self.rotary:
             raise UnsupportedError(

@@ -60,7 +60,7 @@ class DeltaNet(DeltaRule):
         eps: added to the mean square of the norm.
     """
 
-    supports = CAUSAL_RECURRENCE.but(reads_input=True)
+    supports = CAUSAL_RECURRENCE.but(reads_input=True, sequence=True)
 
     def __init__(
         self,

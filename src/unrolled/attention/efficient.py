@@ -41,6 +41,7 @@ from unrolled.ops.masks import without_padding
 from unrolled.ops.packing import length_buckets, segment_ids
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.scan import linear_scan
+from unrolled.ops.sequence import Shifted
 
 
 class EfficientState(NamedTuple):
@@ -196,7 +197,7 @@ class EfficientAttention(MultiHeadAttention[EfficientState, None]):
     The paper's module adds its input to the output; here, as for every mechanism, the block does that.
     """
 
-    supports = GENERAL
+    supports = GENERAL.but(sequence=True)
     no_rotary = "rotated probabilities may be negative; use other positions"
 
     def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
@@ -217,6 +218,12 @@ class EfficientAttention(MultiHeadAttention[EfficientState, None]):
     ) -> tuple[Tensor, EfficientState]:
         """Attend in parallel, continuing from a state."""
         return causal_efficient_attention(*heads[:3], key_padding_mask=key_padding_mask, state=state)
+
+    def summarise(self, heads: Heads[None], key_padding_mask: Tensor | None) -> Shifted:
+        """Sum over these tokens, under the largest key of each feature."""
+        q, k, v = heads.without_queries()[:3]
+        _, own = causal_efficient_attention(q, k, v, key_padding_mask=key_padding_mask)
+        return Shifted(own._asdict())
 
     def step_heads(self, heads: Heads[None], state: EfficientState) -> tuple[Tensor, EfficientState]:
         """Run one step of the recurrence."""

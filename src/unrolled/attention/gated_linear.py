@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, silu
 
 from unrolled.attention._options import ONE_WAY
+from unrolled.attention._state import total_decay
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.contract import CAUSAL_RECURRENCE
 from unrolled.ops.dense import Linear
@@ -30,6 +31,7 @@ from unrolled.ops.gla import diagonal_linear_attention, diagonal_linear_attentio
 from unrolled.ops.head_norm import HeadRMSNorm
 from unrolled.ops.options import check_finite, check_integers
 from unrolled.ops.precision import accumulation_dtype
+from unrolled.ops.sequence import Decayed
 
 
 class GatedLinearState(NamedTuple):
@@ -57,7 +59,7 @@ class GatedLinearAttention(MultiHeadAttention[GatedLinearState, Decay]):
         temperature: alpha is the sigmoid to the power 1 / temperature; above 0.
     """
 
-    supports = CAUSAL_RECURRENCE.but(reads_input=True)
+    supports = CAUSAL_RECURRENCE.but(reads_input=True, sequence=True)
     one_way = ONE_WAY
     no_rotary = (
         "features that decay at different rates cannot be rotated into each other; use retention, which has "
@@ -112,6 +114,14 @@ class GatedLinearAttention(MultiHeadAttention[GatedLinearState, Decay]):
             *self._rule(heads), key_padding_mask=key_padding_mask, state=state.kv, return_state=True
         )
         return o, GatedLinearState(kv)
+
+    def summarise(self, heads: Heads[Decay], key_padding_mask: Tensor | None) -> Decayed:
+        """Sum over these tokens; their gates make what was there before decay."""
+        q, k, v, log_alpha = self._rule(heads)
+        _, kv = diagonal_linear_attention(
+            q[:, :0], k, v, log_alpha, key_padding_mask=key_padding_mask, return_state=True
+        )
+        return Decayed({"kv": kv}, total_decay(log_alpha, key_padding_mask))
 
     def step_heads(self, heads: Heads[Decay], state: GatedLinearState) -> tuple[Tensor, GatedLinearState]:
         """Run one step of the recurrence."""

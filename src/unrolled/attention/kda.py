@@ -53,7 +53,7 @@ class KimiDeltaAttention(DeltaRule):
         eps: added to the mean square of the norm.
     """
 
-    supports = CAUSAL_RECURRENCE.but(reads_input=True)
+    supports = CAUSAL_RECURRENCE.but(reads_input=True, sequence=True)
     one_way = ONE_WAY
     no_rotary = (
         "channels that decay at different rates cannot be rotated into each other; use delta_net, which has "

@@ -40,6 +40,7 @@ from unrolled.ops.linear import operator as kernels
 from unrolled.ops.linear.chunked import Token, safe_divide
 from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype
+from unrolled.ops.sequence import Decayed
 
 
 class LinearAttentionState(NamedTuple):
@@ -58,10 +59,11 @@ def rotary_linear_attention(
     rotate: Callable[[Tensor, Tensor], Tensor] = rotary,
     **options: Unpack[LinearOptions],
 ) -> tuple[Tensor, LinearState]:
-    """o_i = sum_j (R_i q_i . R_j k_j) v_j / sum_j q_i . k_j for features `q [B,T,H,R]`, `k [B,T,G,R]`.
+    """o_i = sum_j (R_i q_i . R_j k_j) v_j / sum_j q_i . k_j for features `q [B,T,H,R]`, `k [B,S,G,R]`.
 
-    `rotate(x, positions)` applies R; `options` are those of `linear_attention`. Both sums are computed in at
-    least fp32, since the first may overflow in fp16.
+    The queries are those of the last T of the `positions [B,S]`. `rotate(x, positions)` applies R; `options`
+    are those of `linear_attention`. Both sums are computed in at least fp32, since the first may overflow in
+    fp16.
 
     Returns:
         `o [B,T,H,M]`, and the state: S of the rotated keys, z of the keys before rotation.
@@ -71,11 +73,16 @@ def rotary_linear_attention(
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     options["normalize"] = False
     sums = partial(linear_attention, return_state=True, **options)
-    num, numerator_state = sums(rotate(q, positions), rotate(k, positions), v, state=state)
+    num, numerator_state = sums(rotate(q, last(positions, q)), rotate(k, positions), v, state=state)
     ones = v.new_ones(*v.shape[:3], 1)
     before = None if state is None else LinearState(state.k_sum.unsqueeze(-1), state.k_sum)
     den, denominator_state = sums(q, k, ones, state=before)
     return safe_divide(num, den).to(out_dtype), LinearState(numerator_state.kv, denominator_state.k_sum)
+
+
+def last(positions: Tensor, q: Tensor) -> Tensor:
+    """Return the positions of the queries `q [B,T,H,D]`, the last T of `positions [B,S]`."""
+    return positions[:, positions.shape[1] - q.shape[1] :]
 
 
 class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
@@ -90,7 +97,7 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
             mean square.
     """
 
-    supports = GENERAL.but(weights=True)
+    supports = GENERAL.but(weights=True, sequence=True)
 
     def __init__(
         self,
@@ -149,6 +156,11 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
         o, after = self._attend(heads, before, Masks(key_padding_mask), causal=True)
         return o, LinearAttentionState(*after, advance(state.position, heads.q, key_padding_mask))
 
+    def summarise(self, heads: Heads[None], key_padding_mask: Tensor | None) -> Decayed:
+        """Sum over these tokens; what was there before stays."""
+        _, own = self._attend(heads.without_queries(), None, Masks(key_padding_mask), causal=False)
+        return Decayed(own._asdict(), own.k_sum.new_zeros(own.k_sum.shape[:2]))
+
     def step_heads(
         self, heads: Heads[None], state: LinearAttentionState
     ) -> tuple[Tensor, LinearAttentionState]:
@@ -202,7 +214,7 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
                 return rotary_linear_attention(
                     q, k, v, positions, self.rotate, causal=causal, state=state, **common
                 )
-            q, k = self.rotate(q, positions), self.rotate(k, positions)
+            q, k = self.rotate(q, last(positions, q)), self.rotate(k, positions)
         return linear_attention(
             *(q, k, v),
             causal=causal,
@@ -215,7 +227,10 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
 
     def _features(self, heads: Heads[None]) -> tuple[Tensor, Tensor]:
         phi, positions = self.feature_map, heads.positions
-        return phi.phi_q(heads.q, positions), phi.phi_k(heads.k, positions)
+        of_queries = positions
+        if positions is not None and positions.dim() == 2:
+            of_queries = last(positions, heads.q)
+        return phi.phi_q(heads.q, of_queries), phi.phi_k(heads.k, positions)
 
     def _summable(self, v: Tensor) -> Tensor:
         """Convert half-precision values to fp32 if no denominator keeps their sum in range."""

@@ -27,7 +27,7 @@ from torch.nn.functional import silu, softplus
 
 from unrolled.attention._heads import check_groups, of_every_head
 from unrolled.attention._options import ONE_WAY
-from unrolled.attention._state import without_denominator
+from unrolled.attention._state import total_decay, without_denominator
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.contract import CAUSAL_RECURRENCE
 from unrolled.ops.dense import Linear
@@ -35,6 +35,7 @@ from unrolled.ops.head_norm import HeadRMSNorm
 from unrolled.ops.linear import Keys, LinearState, linear_attention, linear_attention_step
 from unrolled.ops.options import check_finite
 from unrolled.ops.precision import accumulation_dtype
+from unrolled.ops.sequence import Decayed
 
 
 class Mamba2State(NamedTuple):
@@ -63,7 +64,7 @@ class Mamba2(MultiHeadAttention[Mamba2State, Steps]):
         eps: added to the mean square of the norm.
     """
 
-    supports = CAUSAL_RECURRENCE.but(reads_input=True)
+    supports = CAUSAL_RECURRENCE.but(reads_input=True, sequence=True)
     one_way = ONE_WAY
     no_rotary = "the published model has no positions, since its state forgets; use retention, which rotates"
     conv_activation = conv_bias = True
@@ -122,6 +123,13 @@ class Mamba2(MultiHeadAttention[Mamba2State, Steps]):
         """Attend in parallel, continuing from a state."""
         o, after = self._run(heads, without_denominator(state.kv), Masks(key_padding_mask))
         return o, Mamba2State(after.kv)
+
+    def summarise(self, heads: Heads[Steps], key_padding_mask: Tensor | None) -> Decayed:
+        """Sum over these tokens; their steps make what was there before decay."""
+        (q, k, written, _), log_decay = self._rule(heads), heads.inputs.log_decay
+        options: Keys = {"log_decay": log_decay, "key_padding_mask": key_padding_mask}
+        _, own = linear_attention(q[:, :0], k, written, return_state=True, normalize=False, **options)
+        return Decayed({"kv": own.kv}, total_decay(log_decay, key_padding_mask))
 
     def step_heads(self, heads: Heads[Steps], state: Mamba2State) -> tuple[Tensor, Mamba2State]:
         """Run one step of the recurrence."""

@@ -61,6 +61,7 @@ from unrolled.ops.random_features import (
     signed_linear_attention,
     signed_linear_attention_step,
 )
+from unrolled.ops.sequence import Shifted
 
 LOWEST = torch.finfo(torch.float32).min  # the maximum over no keys: unlike -inf, it can be subtracted
 FLOOR = 1e-3  # of generalised features, so that none of their products is 0
@@ -323,7 +324,7 @@ class PerformerAttention(MultiHeadAttention[PerformerState, None]):
         seed: of the rows; by default drawn from torch's generator like initial weights.
     """
 
-    supports = GENERAL
+    supports = GENERAL.but(sequence=True)
 
     def __init__(
         self,
@@ -386,6 +387,12 @@ class PerformerAttention(MultiHeadAttention[PerformerState, None]):
         o, after = self._favor(heads, FavorState(*state[:3]), Masks(key_padding_mask))
         position = advance(state.position, heads.q, key_padding_mask)
         return self._unless_redrawn(o, state), PerformerState(*after, position, state.draw)
+
+    def summarise(self, heads: Heads[None], key_padding_mask: Tensor | None) -> Shifted:
+        """Sum over these tokens, under the largest of their exponents."""
+        q, k = self.rotated(heads)
+        _, own = favor_attention(q[:, :0], k, heads.v, self.feature_map, key_padding_mask=key_padding_mask)
+        return Shifted(own._asdict())
 
     def step_heads(self, heads: Heads[None], state: PerformerState) -> tuple[Tensor, PerformerState]:
         """Run one step of the recurrence."""

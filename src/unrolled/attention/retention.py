@@ -39,6 +39,7 @@ from unrolled.ops.head_norm import HeadRMSNorm
 from unrolled.ops.linear import Keys, linear_attention, linear_attention_step
 from unrolled.ops.positions import rotary
 from unrolled.ops.precision import accumulation_dtype, exact_dtype
+from unrolled.ops.sequence import Decayed
 
 Rotate = Callable[[Tensor, Tensor], Tensor]  # of vectors and positions
 
@@ -74,7 +75,8 @@ def retention(
         k: keys `[B,T,G,D]`; H is a multiple of G, and query head h reads key head h // (H/G).
         v: values `[B,T,G,M]`.
         log_decay: logarithm of gamma for each key head `[G]`, at most 0.
-        positions: `[B,T]`, by which queries and keys are rotated; no rotation by default.
+        positions: of the keys, the last of them of the queries, by which both are rotated; no rotation by
+            default.
         rotate: the function that rotates them, of vectors and positions.
         state: S before the first key, `[B,G,D,M]`.
         masks: `key_padding_mask [B,T]`, True = padding, which leaves the state as it was; or `cu_seqlens`,
@@ -129,7 +131,8 @@ def _scaled_and_rotated(
     q, k, v = q.to(dtype) * q.shape[-1] ** -0.5, k.to(dtype), v.to(dtype)
     if positions is None:
         return q, k, v
-    return rotate(q, positions), rotate(k, positions), v
+    of_queries = positions[:, positions.shape[1] - q.shape[1] :]
+    return rotate(q, of_queries), rotate(k, positions), v
 
 
 class Retention(MultiHeadAttention[RetentionState, None]):
@@ -147,7 +150,7 @@ class Retention(MultiHeadAttention[RetentionState, None]):
         eps: added to the mean square of a head, above 0.
     """
 
-    supports = CAUSAL_RECURRENCE
+    supports = CAUSAL_RECURRENCE.but(sequence=True)
     one_way = ONE_WAY
 
     def __init__(
@@ -195,6 +198,13 @@ class Retention(MultiHeadAttention[RetentionState, None]):
         """Attend in parallel, continuing from a state."""
         o, kv = self._retain(heads, state.kv, Masks(key_padding_mask))
         return o, RetentionState(kv, advance(state.position, heads.q, key_padding_mask))
+
+    def summarise(self, heads: Heads[None], key_padding_mask: Tensor | None) -> Decayed:
+        """Sum over these tokens; each of them makes what was there before decay."""
+        _, kv = self._retain(heads.without_queries(), None, Masks(key_padding_mask))
+        tokens = advance(torch.zeros(len(kv), device=kv.device), heads.k, key_padding_mask)
+        rates = log_gamma(self.n_kv_heads, kv.device)
+        return Decayed({"kv": kv}, (tokens.unsqueeze(1) * rates).to(kv.dtype))
 
     def _retain(self, heads: Heads[None], state: Tensor | None, masks: Masks) -> tuple[Tensor, Tensor]:
         q, k, v, positions, *_ = heads

@@ -40,7 +40,7 @@ from torch.nn.functional import logsigmoid
 
 from unrolled.attention._heads import KeyMasks
 from unrolled.attention._options import GENERAL
-from unrolled.attention._state import advance
+from unrolled.attention._state import advance, total_decay
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.contract import UnsupportedError
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, may_read
@@ -55,6 +55,7 @@ from unrolled.ops.random_features import (
     signed_linear_attention,
     signed_linear_attention_step,
 )
+from unrolled.ops.sequence import Decayed
 
 
 class RfaSums(NamedTuple):
@@ -312,7 +313,7 @@ class RandomFeatureAttention(MultiHeadAttention[RfaState, Gate | None]):
         seed: of the rows; by default drawn from torch's generator like initial weights.
     """
 
-    supports = GENERAL
+    supports = GENERAL.but(sequence=True)
 
     def __init__(
         self,
@@ -367,6 +368,22 @@ class RandomFeatureAttention(MultiHeadAttention[RfaState, Gate | None]):
         o, after = self._run(heads, RfaSums(*state[:3]), Masks(key_padding_mask))
         o = self.feature_map.projection.unless_redrawn(o, state.draw)
         return o, RfaState(*after, advance(state.position, heads.q, key_padding_mask), state.draw)
+
+    def summarise(self, heads: Heads[Gate | None], key_padding_mask: Tensor | None) -> Decayed:
+        """Sum over these tokens; their gates make what was there before decay."""
+        _, k, logits = self._features(heads)
+        if key_padding_mask is not None:
+            k = without_padding(k, key_padding_mask)
+            logits = None if logits is None else without_padding(logits, key_padding_mask)
+        keys, log_decay = _gated(k, logits)
+        options: LinearOptions = {"log_decay": log_decay, "key_padding_mask": key_padding_mask}
+        q = heads.q.new_empty(len(k), 0, *k.shape[2:])
+        _, own = linear_attention(q, keys, heads.v, return_state=True, **options)
+        sums = own._asdict()
+        if logits is None or log_decay is None:
+            return Decayed(sums, own.k_sum.new_zeros(own.k_sum.shape[:2]))
+        _, weight = _weights(logits.to(k.dtype), None, options)
+        return Decayed({**sums, "weight": weight}, total_decay(log_decay, key_padding_mask))
 
     def step_heads(self, heads: Heads[Gate | None], state: RfaState) -> tuple[Tensor, RfaState]:
         """Run one step of the recurrence."""

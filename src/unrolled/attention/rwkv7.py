@@ -27,15 +27,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import group_norm, normalize
 
+from unrolled.attention._delta import beside_identity, split_transition
 from unrolled.attention._heads import NO_MASKS, of_every_head
 from unrolled.attention._options import ONE_WAY
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention, Projected
 from unrolled.contract import CAUSAL_RECURRENCE
-from unrolled.ops.conv import causal_conv, causal_conv_step
+from unrolled.ops.conv import causal_conv_step
 from unrolled.ops.dense import Linear
 from unrolled.ops.dplr import dplr, dplr_step
 from unrolled.ops.options import check_finite, check_integers
 from unrolled.ops.precision import accumulation_dtype
+from unrolled.ops.sequence import Transformed, causal_conv
 
 MIXTURES = {"r": 0.2, "k": 0.7, "v": 0.7, "w": 0.9, "a": 0.9, "g": 0.2}
 """What is projected from a mixture, and how soon its channels turn from the token before to this one."""
@@ -87,7 +89,7 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
         eps: added to the variance of the norm.
     """
 
-    supports = CAUSAL_RECURRENCE.but(reads_input=True)
+    supports = CAUSAL_RECURRENCE.but(reads_input=True, sequence=True)
     one_way = ONE_WAY
     no_rotary = (
         "channels that decay at different rates cannot be rotated into each other; use delta_net, which has "
@@ -196,6 +198,13 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
         rule = self._rule(heads)
         o, kv = dplr(*rule, state=state.kv, key_padding_mask=key_padding_mask)
         return self._finished(o, heads, rule), RWKV7State(kv, heads.inputs.last)
+
+    def summarise(self, heads: Heads[Controls], key_padding_mask: Tensor | None) -> Transformed:
+        """Run from zeros; and from the identity, with values of zero, for what becomes of a state."""
+        rule = self._rule(heads)
+        v, state = beside_identity(rule.v, rule.k)
+        _, kv = dplr(*rule._replace(v=v), state=state, key_padding_mask=key_padding_mask)
+        return split_transition(kv)
 
     def step_heads(self, heads: Heads[Controls], state: RWKV7State) -> tuple[Tensor, RWKV7State]:
         """Run one step of the recurrence."""

@@ -185,7 +185,7 @@ class SimilarityAttention(CachedAttention):
         symmetric: project queries by the weights of the keys, which then have as many heads.
     """
 
-    supports = GENERAL.but(recurrence="growing", attn_mask=True)
+    supports = GENERAL.but(recurrence="growing", attn_mask=True, sequence=True)
 
     def __init__(
         self,

@@ -31,7 +31,8 @@ from unrolled.attention._options import GENERAL
 from unrolled.attention.base import CommonOptions, Heads, Masks, Projected
 from unrolled.ops.dense import Linear
 from unrolled.ops.options import check_finite
-from unrolled.ops.softmax import KVCache, softmax_attention, softmax_prefill, softmax_step
+from unrolled.ops.softmax import KVCache, extend_cache, softmax_attention, softmax_prefill, softmax_step
+from unrolled.ops.window import window_attention
 
 
 class SoftmaxAttention(CachedAttention):
@@ -45,7 +46,7 @@ class SoftmaxAttention(CachedAttention):
         output_gate: multiply the heads' outputs by gates in (0, 1), computed from the queries' input.
     """
 
-    supports = GENERAL.but(recurrence="growing", attn_mask=True, weights=True)
+    supports = GENERAL.but(recurrence="growing", attn_mask=True, sequence=True, weights=True)
 
     def __init__(
         self,
@@ -103,6 +104,16 @@ class SoftmaxAttention(CachedAttention):
         """Attend in parallel to the cache and to the new tokens."""
         q, k = self.rotated(heads)
         return softmax_prefill(q, k, heads.v, state, key_padding_mask=key_padding_mask)
+
+    def attend_at_end(
+        self, heads: Heads[None], state: KVCache, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, KVCache]:
+        """Attend as `prefill_heads` does, but block by block: no mask of all queries and keys is made."""
+        (q, k), v = self.rotated(heads), heads.v
+        cache = extend_cache(state, k, v, key_padding_mask)
+        keys, values = (x.transpose(1, 2).to(v.dtype) for x in (cache.past_k, cache.past_v))
+        padding = cache.past_padding
+        return window_attention(q, keys, values, window_size=(-1, 0), key_padding_mask=padding), cache
 
     def step_heads(self, heads: Heads[None], state: KVCache) -> tuple[Tensor, KVCache]:
         """Attend from one token to the whole cache."""

@@ -190,7 +190,7 @@ class TopkAttention(CachedAttention):
         ValueError: n_keys below 1.
     """
 
-    supports = GENERAL.but(recurrence="growing", attn_mask=True)
+    supports = GENERAL.but(recurrence="growing", attn_mask=True, sequence=True)
 
     def __init__(self, d_model: int, n_heads: int, *, n_keys: int = 32, **common: Unpack[CommonOptions]):
         super().__init__(d_model, n_heads, **common)

@@ -42,7 +42,7 @@ class WindowAttention(SlidingWindow[None]):
         ValueError: as in `SlidingWindow`.
     """
 
-    supports = GENERAL.but(cross=False, single_queries=False)
+    supports = GENERAL.but(cross=False, single_queries=False, sequence=True)
 
     def __init__(
         self,

@@ -22,6 +22,7 @@ COLUMNS = (
     "global_mask",
     "weights",
     "dynamic_length",
+    "sequence",
 )
 """The fields of `Supports` in the table."""
 

@@ -30,6 +30,7 @@ from unrolled.ops import native
 from unrolled.ops.checks import check_key_padding_mask, observed, wrong
 from unrolled.ops.dispatch import prefers
 from unrolled.ops.options import check_batch_size
+from unrolled.ops.sequence import refuse
 from unrolled.ops.state import map_tensors
 
 
@@ -141,6 +142,7 @@ class Plan:
 
     def run(self, request: Request, on_token: OnToken | None = None) -> list[Tensor]:
         """Continue the prompts of a request: the new tokens of each row."""
+        refuse("a plan")
         if not request.rows or not request.limit:
             return [torch.empty(0, dtype=torch.long) for _ in range(request.rows)]
         return loop.run(self, request, on_token)
@@ -248,6 +250,7 @@ class Plan:
         return create_string_buffer(b"".join(described))
 
     def _check(self, name: str, tokens: Tensor, state: PlanState, axes: str) -> None:
+        refuse("a plan")
         if not isinstance(state, PlanState):
             raise ValueError(f"state is a {type(state).__name__}, but must be a PlanState, from this plan")
         check_ids(name, tokens, self.config.vocab_size + self.config.start_token, state.fixed, axes)

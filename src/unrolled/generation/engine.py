@@ -11,6 +11,7 @@ from unrolled.decode.packing import Weights
 from unrolled.decode.request import OnToken, Prompts, Request, Sampling, Stop
 from unrolled.generation import sampling
 from unrolled.models.mode import drawing_mode
+from unrolled.ops.sequence import refuse
 from unrolled.ops.state import leaves, select
 
 PLANNED_TOKENS = 32  # with fewer, packing the weights takes longer than it saves
@@ -71,6 +72,7 @@ def generate(
         ValueError: an argument is out of range, or a prompt is empty and the model has no start symbol.
         UnsupportedError: `weights` is given, but a plan cannot run the model.
     """
+    refuse("generation")
     if not isinstance(model, Recurrent):
         raise ValueError(f"model is a {type(model).__name__}, but must have init_state, prefill and step")
     request = Request.of(

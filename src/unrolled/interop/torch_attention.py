@@ -162,7 +162,9 @@ class MultiheadAttention(nn.Module):
             self.mechanism.refuse("cross", key, "a key that is another tensor than the query")
         projected = self._heads(query, key, value, packed)
         heads = self.mechanism.heads_of(projected, key, masks, cross=not own)
-        y: Tensor = self.out_proj(self.mechanism.merge_heads(self.mechanism.attend(heads, masks), query))
+        y: Tensor = self.out_proj(
+            self.mechanism.merge_heads(self.mechanism.attend_to_all(heads, masks), query)
+        )
         y = y if batched and self.batch_first else y.transpose(0, 1) if batched else y[0]
         if not need_weights:
             return y, None

@@ -16,6 +16,7 @@ from unrolled.contract import UnsupportedError
 from unrolled.models.config import Activation, TransformerConfig
 from unrolled.ops.checks import wrong
 from unrolled.ops.dense import Layer, Linear
+from unrolled.ops.sequence import inside
 from unrolled.ops.state import Parts
 
 INIT_STD = 0.02  # of every weight that starts random
@@ -41,7 +42,7 @@ def activate(x: Tensor, activation: str) -> Tensor:
 def apply(layer: Callable[..., Result], *inputs: object, recompute: bool) -> Result:
     """Call a layer; with `recompute`, keep its inputs only and run it again in the backward pass."""
     if recompute:
-        return cast(Result, checkpoint(layer, *inputs, use_reentrant=False))
+        return cast(Result, checkpoint(inside(layer), *inputs, use_reentrant=False))
     return layer(*inputs)
 
 

@@ -17,6 +17,7 @@ from unrolled.models.reversible import make_stack
 from unrolled.models.saving import RecomputingModel
 from unrolled.models.stack import States
 from unrolled.ops.options import check_batch_size
+from unrolled.ops.sequence import token_counts
 
 Inputs = Literal["tokens", "pixels"]
 Head = Literal["categorical", "logistic_mixture"]
@@ -120,7 +121,7 @@ class Decoder(LanguageModel[DecoderState], RecomputingModel):
         hidden, layers = self.stack.prefill(
             self.dropout(x), state.layers, key_padding_mask=key_padding_mask, recompute=self.recompute
         )
-        read = tokens.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(dim=1)
+        _, read = token_counts(tokens.shape[1], key_padding_mask)
         return hidden, DecoderState(state.position + read, layers)
 
     def read_one(self, token: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:

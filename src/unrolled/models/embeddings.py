@@ -12,6 +12,7 @@ from unrolled.models.config import Positions, TransformerConfig
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask
 from unrolled.ops.dense import Layer
 from unrolled.ops.positions import positions_from_cu_seqlens, positions_from_padding, sinusoidal
+from unrolled.ops.sequence import current
 
 
 class PixelEmbedding(Layer):
@@ -84,6 +85,7 @@ class PositionEmbedding(Layer):
         """Add positions to whole sequences `x` [B, T, d_model].
 
         A row counts its valid tokens only, from `start` [B] (default 0); packed sequences each count from 0.
+        Where processes share the sequence, the tokens of the slices before count too.
 
         Raises:
             ValueError: a mask of another shape or type, or a position without a learned vector.
@@ -102,6 +104,10 @@ class PositionEmbedding(Layer):
             positions = torch.arange(T, device=x.device).unsqueeze(0)
         if start is not None:
             positions = start.unsqueeze(1) + positions
+        if cu_seqlens is None and (ranks := current()) is not None:
+            earlier, _ = ranks.counts(T, key_padding_mask)
+            positions = positions + (earlier.unsqueeze(1) if isinstance(earlier, Tensor) else earlier)
+            T = T * ranks.size
         if key_padding_mask is not None:  # padding may reach beyond the last learned position
             positions = positions.masked_fill(key_padding_mask, 0)
         return self.at(x, positions, below=T if start is None else None)

@@ -29,6 +29,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from unrolled.ops.checks import shape, wrong_shape
 from unrolled.ops.dense import Linear
+from unrolled.ops.sequence import refuse
 from unrolled.ops.softmax import softmax_attention
 
 Pairwise = Literal["gaussian", "embedded", "dot", "concatenation"]
@@ -81,6 +82,7 @@ class NonLocalBlock(nn.Module):
         Raises:
             ValueError: another shape, or a map smaller than `pool`.
         """
+        refuse("a non-local block")
         space = x.shape[2:]
         if not 1 <= len(space) <= 3 or x.shape[1] != self.channels:
             raise wrong_shape("x", x, f"[B, {self.channels}, *space] with 1 to 3 axes")

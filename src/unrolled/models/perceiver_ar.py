@@ -35,6 +35,7 @@ from unrolled.models.config import Mechanisms, TransformerConfig
 from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
 from unrolled.models.language_model import TokenMasks
 from unrolled.ops.checks import check_key_padding_mask
+from unrolled.ops.sequence import refuse
 from unrolled.ops.softmax import KVCache, softmax_attention, softmax_prefill
 from unrolled.ops.state_checks import check_state
 
@@ -250,6 +251,7 @@ class ReadingAttention(SoftmaxAttention):
         return self.merge_heads(o, x[:, x.shape[1] - n :]), state
 
     def _last_heads(self, x: Tensor, n: int, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        refuse("a Perceiver AR")
         start = x.shape[1] - n
         q, k, v = self.project(x[:, start:], x if start else None)
         if self.rotary:

@@ -16,6 +16,7 @@ from unrolled.models.config import ModelConfig
 from unrolled.models.heads import at_least_fp32
 from unrolled.models.saving import SavedModel
 from unrolled.models.targets import shifted
+from unrolled.ops.sequence import refuse
 from unrolled.ops.state_checks import CONSTANT, Growing, check_state
 
 State = TypeVar("State", bound=tuple[object, ...])
@@ -121,6 +122,7 @@ class Seq2Seq(SavedModel, Generic[State]):
 
     def init_state(self, source: Tensor, *, key_padding_mask: Tensor | None = None) -> State:
         """Read a source; return the state of decoding, batch first. Arguments as for `forward`."""
+        refuse("a model of translation")
         check_source(source, key_padding_mask, self.n_source_ids, self.source_embedding.weight)
         if key_padding_mask is None:
             key_padding_mask = torch.zeros_like(source, dtype=torch.bool)

@@ -6,6 +6,7 @@ from torch import Tensor
 from unrolled.models.checks import check_ids
 from unrolled.models.saving import SavedModel
 from unrolled.ops.checks import shape, wrong
+from unrolled.ops.sequence import refuse
 
 
 class StoryModel(SavedModel):
@@ -43,6 +44,7 @@ class StoryModel(SavedModel):
 
     def padding_of(self, inputs: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """Check the arguments of `forward`; return the padding `[B,M+1,J]`, bool."""
+        refuse("a model of stories")
         check_ids("inputs", inputs, self.n_words, next(self.parameters()), "[B, M + 1, J]")
         found, n_sentences = shape(inputs), inputs.shape[1] - 1
         if n_sentences < 1:

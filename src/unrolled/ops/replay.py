@@ -13,6 +13,8 @@ from typing import TypeVar, TypeVarTuple
 import torch
 from torch import Tensor
 
+from unrolled.ops.sequence import current, use
+
 Result = TypeVar("Result")
 Ts = TypeVarTuple("Ts")
 _running = threading.local()  # .replay: the active `Replay`, if any
@@ -34,6 +36,7 @@ class Replay:
         self._choices: list[Tensor] = []
         self._next: int | None = None
         self._random: list[Tensor] | None = None
+        self._ranks = current()
         self._autocast: tuple[bool, torch.dtype] | None = None
         if (kind := device.type) != "meta":  # which has no autocast
             self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -60,7 +63,7 @@ class Replay:
     def _run(self, function: Callable[[*Ts], Result], args: tuple[*Ts]) -> Result:
         outer, _running.replay = getattr(_running, "replay", None), self
         try:
-            with self._as_then():
+            with self._as_then(), nullcontext() if self._ranks is None else use(self._ranks):
                 return function(*args)
         finally:
             _running.replay = outer

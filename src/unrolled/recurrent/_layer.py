@@ -13,6 +13,7 @@ from unrolled.ops.inputs import check_input
 from unrolled.ops.options import ChecksOptions, at_least
 from unrolled.ops.packing import pad_packed
 from unrolled.ops.precision import accumulation_dtype, without_autocast
+from unrolled.ops.sequence import refuse
 from unrolled.ops.state_checks import CONSTANT, Growing, check_state
 
 State = TypeVar("State", bound=tuple[object, ...])
@@ -153,6 +154,7 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
         return type(self).__module__.rpartition(".")[2]
 
     def _check_input(self, name: str, x: Tensor, n_axes: int) -> None:
+        refuse("a recurrent layer")
         check_input(name, x, [*("B", "T")[: n_axes - 1], self.input_size], self._weight)
 
 

@@ -61,6 +61,7 @@ from unrolled.testing.refusals import (
     check_rejects_other_states,
     check_rejects_wrong_input,
 )
+from unrolled.testing.sequence import check_sequence
 from unrolled.testing.states import (
     check_constant_state,
     check_interleaved_sequences,
@@ -104,6 +105,7 @@ __all__ = [
     "check_refuses_unclaimed_verbs",
     "check_rejects_other_states",
     "check_rejects_wrong_input",
+    "check_sequence",
     "check_short_and_empty",
     "check_single_queries",
     "check_state_dict",
@@ -148,6 +150,7 @@ CHECKS: dict[Check, Callable[[Supports], bool]] = {
     check_single_queries: lambda s: s.single_queries,
     check_max_length: lambda s: s.max_length,
     check_nothing_to_attend: lambda s: s.padding or s.cross or s.attn_mask,
+    check_sequence: lambda s: True,
     check_compiles: lambda s: True,
     check_dynamic_length: lambda s: True,
 }

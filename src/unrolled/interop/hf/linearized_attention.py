@@ -14,6 +14,7 @@ from unrolled.interop.hf.cache import StateLayer
 from unrolled.interop.hf.families import AttentionParts, copy_projections
 from unrolled.models.blocks import Attention
 from unrolled.ops.masks import causal_mask, without_padding
+from unrolled.ops.sequence import refuse
 
 
 class LinearizedAttention(nn.Module):
@@ -68,6 +69,7 @@ class LinearizedAttention(nn.Module):
             ValueError: a cache of another kind.
             UnsupportedError: a mask other than padding, or one that the mechanism cannot honour.
         """
+        refuse("a model of transformers, which counts positions itself,")
         x, mechanism = hidden_states, self.mechanism
         padding = padding_of(attention_mask, x.shape[1], causal=mechanism.causal)
         if padding is not None and not mechanism.supports.padding:
