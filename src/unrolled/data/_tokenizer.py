@@ -41,6 +41,7 @@ class TextTokenizer:
         tokenizer.no_truncation()
         tokenizer.encode_special_tokens = True
         self._tokenizer, self.end = tokenizer, end
+        self._size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @classmethod
     def learn(cls, texts: Iterable[str], vocab_size: int) -> "TextTokenizer":
@@ -90,7 +91,7 @@ class TextTokenizer:
 
     def __len__(self) -> int:
         """One more than the highest id."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return self._size
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text.

@@ -29,13 +29,13 @@ class Shard:
 
     Attributes:
         tokens: number of ids.
-        documents: number of documents that begin in it.
+        starts: number of documents that begin in it.
         sizes: bytes of both files.
         sha256: of both files.
     """
 
     tokens: int
-    documents: int
+    starts: int
     sizes: tuple[int, int]
     sha256: tuple[str, str]
 
@@ -46,12 +46,14 @@ class Part:
 
     Attributes:
         shards: by the name of the split.
+        documents: number of documents that begin in it; one that is cut between the splits counts once.
         text_bytes: of UTF-8, that the tokens stand for.
         reached: where the next part begins in the input: the number of the file, of the document in it, and
             of the character in that.
     """
 
     shards: dict[Split, Shard]
+    documents: int
     text_bytes: int
     reached: tuple[int, int, int]
 
@@ -81,7 +83,7 @@ class Index:
         """The documents, the tokens of each split, and the bytes of text."""
         every = [(split, shard) for part in self.parts for split, shard in part.shards.items()]
         return {
-            "documents": sum(shard.documents for _, shard in every),
+            "documents": sum(part.documents for part in self.parts),
             **{
                 f"{split}_tokens": sum(shard.tokens for name, shard in every if name == split)
                 for split in get_args(Split)
@@ -138,8 +140,8 @@ def file_digest(path: Path) -> str:
 
 def _part(values: dict[str, Any]) -> Part:
     shards = {
-        split: Shard(x["tokens"], x["documents"], tuple(x["sizes"]), tuple(x["sha256"]))
+        split: Shard(x["tokens"], x["starts"], tuple(x["sizes"]), tuple(x["sha256"]))
         for split, x in values["shards"].items()
     }
     file, document, character = values["reached"]
-    return Part(shards, values["text_bytes"], (file, document, character))
+    return Part(shards, values["documents"], values["text_bytes"], (file, document, character))

@@ -63,7 +63,7 @@ class Ids:
         found = [np.empty(0, np.int64)]
         for number, first, last in self._within(start, stop):
             _, name = self._files[number]
-            if count := self._shards[number].documents:
+            if count := self._shards[number].starts:
                 starts = self._map(name, "uint32", count)
                 begin, end = np.searchsorted(starts, [first, last])
                 found.append(starts[begin:end].astype(np.int64) + int(self._ends[number]) - start)
@@ -156,6 +156,7 @@ def _mapped(folder: Path, name: str, dtype: str, length: int) -> np.ndarray:
         raise ValueError(f"{folder / name} is damaged: {error}") from error
     if (found.dtype, found.shape) != (np.dtype(dtype), (length,)):
         raise ValueError(
-            f"{folder / name} is damaged: it holds {found.dtype} {list(found.shape)} instead of {dtype} [{length}]"
+            f"{folder / name} is damaged: it holds {found.dtype} of the shape {list(found.shape)} instead of "
+            f"{dtype} of [{length}]"
         )
     return found
