@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from unrolled.data import Documents, Tokenizing
+from unrolled.data._corpus import writing
+from unrolled.data._corpus.documents import zstd_module
 
 WORDS = [
     "the",
@@ -42,9 +46,7 @@ def write_lines(path: Path, texts: Sequence[str], **more: Any) -> Path:
     if path.suffix == ".gz":
         content = gzip.compress(content, mtime=0)
     elif path.suffix == ".zst":
-        from backports import zstd
-
-        content = zstd.compress(content)
+        content = zstd_module().compress(content)
     path.write_bytes(content)
     return path
 
@@ -60,5 +62,7 @@ def write_corpus(folder: Path, texts: Sequence[str], **options: Any) -> Path:
     """Tokenise texts into a new folder, which is returned."""
     folder.mkdir(parents=True)
     source = write_lines(folder.with_name(f"{folder.name}.jsonl"), texts)
-    tokenizing([source], **options).write(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "BATCH", 1_000)  # or all would be in one shard
+        tokenizing([source], **options).write(folder)
     return folder

@@ -184,7 +184,11 @@ def test_byte_pairs_are_learned_without_what_is_held_out(tmp_path, texts):
 def test_the_sample_is_the_beginning_of_every_file(tmp_path):
     files = [write_lines(tmp_path / "a.jsonl", [f"hello {i} hello" for i in range(300)])]
     files.append(write_lines(tmp_path / "b.jsonl", [f"world {i} world" for i in range(300)]))
-    files.append(write_lines(tmp_path / "c.jsonl", ["one"] * 300 + [f"{i} end end" for i in range(300)]))
+    files.append(
+        write_lines(
+            tmp_path / "c.jsonl", [f"one {i}" for i in range(300)] + [f"{i} end end" for i in range(300)]
+        )
+    )
     for sample, learned in ((3_000, False), (10**6, True)):
         out = tmp_path / str(sample)
         out.mkdir()

@@ -155,7 +155,7 @@ def opened(file: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         if file.suffix.lower() == ".gz":
             content: Any = gzip.GzipFile(fileobj=raw)
         else:
-            zstd = _zstd()
+            zstd = zstd_module()
             content, bad = zstd.ZstdFile(raw), (*bad, zstd.ZstdError)
         try:
             with content:
@@ -253,7 +253,7 @@ def _of_rows(file: Path, field: str, on_bytes: Callable[[int], object]) -> Itera
         raise ValueError(f"{file} is not a Parquet file: {error}") from error
 
 
-def _zstd() -> Any:
+def zstd_module() -> Any:
     """Return the module that reads .zst: Python's own from 3.14 on."""
     name = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
     try:

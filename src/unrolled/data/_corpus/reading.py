@@ -1,5 +1,6 @@
 """The ids of a tokenised corpus, mapped from its shards: only what is read comes into memory."""
 
+import mmap
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -159,4 +160,7 @@ def _mapped(folder: Path, name: str, dtype: str, length: int) -> np.ndarray:
             f"{folder / name} is damaged: it holds {found.dtype} of the shape {list(found.shape)} instead of "
             f"{dtype} of [{length}]"
         )
+    base: Any = found.base
+    if hasattr(mmap, "MADV_RANDOM"):  # read the pages asked for, not those that follow
+        base.madvise(mmap.MADV_RANDOM)
     return found
