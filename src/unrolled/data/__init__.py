@@ -19,6 +19,7 @@ from unrolled.data._corpus.index import is_corpus
 from unrolled.data._corpus.writing import Tokenizing
 from unrolled.data._files import folder as data_folder
 from unrolled.data._tokenizer import SMALLEST as SMALLEST_VOCABULARY
+from unrolled.data._tokenizer import byte_letters
 from unrolled.data._vocabulary import FILE_NAME as VOCABULARY_FILE
 from unrolled.data._vocabulary import Vocabulary
 
@@ -34,6 +35,7 @@ __all__ = [
     "Task",
     "Tokenizing",
     "Vocabulary",
+    "byte_letters",
     "data_folder",
     "dataset_type",
     "is_corpus",

@@ -108,6 +108,16 @@ class Vocabulary(Checked):
                 f"{FILE_NAME} has {size} ids, but the model has {vocab_size}: they are not of one run"
             )
 
+    def same_ids(self, other: "Vocabulary") -> bool:
+        """Return whether ids have the same meaning in another vocabulary."""
+
+        def meaning(vocabulary: Vocabulary) -> tuple[object, ...]:
+            tokenizer = vocabulary.tokenizer
+            names = None if tokenizer is None else json.loads(tokenizer)["model"]["vocab"]
+            return (vocabulary.kind, vocabulary.characters, names, vocabulary.end)
+
+        return meaning(self) == meaning(other)
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text: of its characters, bytes or tokens, or the numbers written in it.
 
