@@ -205,7 +205,7 @@ def test_names_and_vocabularies_are_checked(run, tmp_path):
     pieces = tmp_path / "pieces"
     pieces.mkdir()
     (pieces / "vocabulary.json").write_text('{"kind": "bpe"}')
-    with pytest.raises(ValueError, match="kind 'bpe', but must have 'text', 'image' or 'ids'"):
+    with pytest.raises(ValueError, match="kind 'bpe', but must have 'text', 'tokenizer', 'image' or 'ids'"):
         web.write_site({"pieces": pieces}, tmp_path / "page")
 
 

@@ -78,10 +78,11 @@ class TextDataset(BaseDataset):
         self.characters: tuple[str, ...] | None = None
         self.byte_pairs: TextTokenizer | None = None
         self._ids: dict[Split, np.ndarray] = self._read()
+        units = "tokens" if self.level == "bpe" else self.level
         for split, part in self._ids.items():
             if len(part) <= self.length:
                 raise ValueError(
-                    f"length is {self.length}, but must be less than the {len(part)} {self.level} "
+                    f"length is {self.length}, but must be less than the {len(part)} {units} "
                     f"of the {split} part of {self.path}"
                 )
 
