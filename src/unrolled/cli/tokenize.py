@@ -120,8 +120,9 @@ def _report(index: "CorpusIndex", out: Path, written: int, seconds: float) -> No
     totals = index.totals
     train, val = totals["train_tokens"], totals["val_tokens"]
     tokens = train + val
+    documents = f"{totals['documents']:,} document{'' if totals['documents'] == 1 else 's'}"
     typer.echo(
-        f"{out}: {totals['documents']:,} documents, {tokens:,} tokens ({train:,} to train on, {val:,} to "
+        f"{out}: {documents}, {tokens:,} tokens ({train:,} to train on, {val:,} to "
         f"validate), {totals['text_bytes'] / tokens:.2f} bytes per token, {index.vocab_size:,} ids"
     )
     typer.echo(
