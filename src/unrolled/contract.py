@@ -87,6 +87,7 @@ class Batch(NamedTuple):
     targets: "Tensor"
     key_padding_mask: "Tensor | None" = None
     cu_seqlens: "Tensor | None" = None
+    continues: "Tensor | None" = None
 
 
 class Dataset(Protocol):

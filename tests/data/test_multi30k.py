@@ -55,7 +55,7 @@ def test_what_is_no_tokenizer_is_refused():
 
 def test_pairs_are_padded_at_their_ends(dataset):
     for split in ("train", "val"):
-        inputs, targets, padding, _ = dataset.batch(split, step=0, batch_size=8, seed=0)
+        inputs, targets, padding, *_ = dataset.batch(split, step=0, batch_size=8, seed=0)
         assert inputs.shape == padding.shape
         assert len(targets) == len(inputs) == 8
         for source, padded, target in zip(inputs, padding, targets, strict=True):

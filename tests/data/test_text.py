@@ -163,3 +163,48 @@ def test_the_real_tiny_shakespeare(real_data):
     train, val = (dataset.epoch_size(split) + 1 for split in ("train", "val"))  # the first one is no target
     assert (train, val, train + val) == (1_003_854, 111_540, 1_115_394)
     assert whole_text(dataset).startswith("?\n\nGREMIO:\nGood morrow")
+
+
+def test_byte_pairs_are_learned_from_the_training_part(tmp_path):
+    text = "the cat sat on the mat, naïve 🙂. " * 60 + "qzxj " * 60
+    path = write(tmp_path, text)
+    dataset = TextDataset(path, level="bpe", length=5, vocab_size=280, val_fraction=0.129)
+    assert dataset.vocab_size == len(dataset.byte_pairs) == 280
+    assert dataset.characters is None
+    assert len(dataset.encode(" cat")) == 1
+    assert len(dataset.encode("qzxj")) == 4
+    assert dataset.decode(dataset.encode(text)) == text
+    cut = int(len(text) * (1 - 0.129))
+    assert whole_text(dataset) == text[cut:]
+    again = TextDataset(path, **{key: x for key, x in dataset.options.items() if key != "path"})
+    assert torch.equal(
+        again.batch("train", step=3, batch_size=4, seed=0).inputs,
+        dataset.batch("train", step=3, batch_size=4, seed=0).inputs,
+    )
+    assert dataset.vocabulary.kind == "tokenizer"
+    assert dataset.vocabulary.encode("a cat") == dataset.encode("a cat").tolist()
+
+
+def test_a_short_text_has_fewer_byte_pairs_than_asked_for(tmp_path):
+    dataset = TextDataset(write(tmp_path, "abc def " * 90), level="bpe", length=2)
+    assert 257 < dataset.vocab_size < 300
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"level": "bpe", "vocab_size": 256}, "vocab_size is 256, but must be at least 257 with level='bpe'"),
+        ({"vocab_size": 12}, r"vocab_size is 12, but .*file.txt has 10 characters: leave it out, or choose"),
+        ({"vocab_size": 10, "level": "bytes"}, "vocab_size is 10, but .* has 256 bytes"),
+        ({"order": "sorted"}, "order is 'sorted', but must be one of 'random', 'consecutive'"),
+        (
+            {"level": "bpe", "length": 500},
+            "length is 500, but must be less than the .* tokens of the train part",
+        ),
+    ],
+)
+def test_impossible_vocabularies_are_refused(tmp_path, options, message):
+    path = write(tmp_path, "0123456789" * 10)
+    with pytest.raises(ValueError, match=message):
+        TextDataset(path, **({"length": 3} | options))
+    assert TextDataset(path, length=3, vocab_size=10).vocab_size == 10

@@ -18,6 +18,8 @@ from commands import error, everything, works
 import unrolled
 from unrolled import demo_models
 from unrolled.cli import _page
+from unrolled.data import Vocabulary
+from unrolled.data._tokenizer import TextTokenizer
 from unrolled.decode import load_model, plan
 from unrolled.interop import web
 from unrolled.interop.onnx import Manifest, is_export_of, load
@@ -202,10 +204,19 @@ def test_names_and_vocabularies_are_checked(run, tmp_path):
     for name in ("", "../up", ".hidden", "a/b"):
         with pytest.raises(ValueError, match="must be a plain file name"):
             web.write_site({name: run}, tmp_path / "page")
+    odd = Vocabulary(
+        "tokenizer", tokenizer=TextTokenizer.learn([], 257).to_json().replace("ByteLevel", "Other")
+    )
+    for number, tokenizer in enumerate([odd.tokenizer, "{}", "{"]):
+        folder = tmp_path / f"odd{number}"
+        folder.mkdir()
+        (folder / "vocabulary.json").write_text(json.dumps({"kind": "tokenizer", "tokenizer": tokenizer}))
+        with pytest.raises(ValueError, match="has a tokenizer that a page cannot run: it must be byte pairs"):
+            web.write_site({"odd": folder}, tmp_path / "page")
     pieces = tmp_path / "pieces"
     pieces.mkdir()
     (pieces / "vocabulary.json").write_text('{"kind": "bpe"}')
-    with pytest.raises(ValueError, match="kind 'bpe', but must have 'text', 'image' or 'ids'"):
+    with pytest.raises(ValueError, match="kind 'bpe', but must have 'text', 'tokenizer', 'image' or 'ids'"):
         web.write_site({"pieces": pieces}, tmp_path / "page")
 
 

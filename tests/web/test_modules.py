@@ -3,12 +3,16 @@
 import hashlib
 import json
 import random
+from dataclasses import asdict
 from itertools import product
 
 import pytest
 import torch
 from browser import CHARACTERS
+from corpora import story
 
+from unrolled.data import Vocabulary
+from unrolled.data._tokenizer import TextTokenizer
 from unrolled.generation import sampling
 
 
@@ -98,3 +102,25 @@ def test_texts_are_encoded_and_read_back(javascript):
     found = javascript("vocabulary.js", made, {"kind": "text", "characters": None, "text": "é€x"})
     assert found == [list("é€x".encode()), "é€x"]
     assert javascript("vocabulary.js", made, {"kind": "ids", "text": "3 14"}) == [[3, 14], " 3 14"]
+
+
+def test_byte_pairs_are_those_of_the_library(javascript):
+    tokenizer = TextTokenizer.learn([story(i) for i in range(200)], 340)
+    alphabet = "ab 's\n\t1.,é注🙂\u00a0\u0301ǅªⅧ²\u3000_'LLd\ufeff\u0085"
+    draw = random.Random(0)
+    texts = ["".join(draw.choices(alphabet, k=draw.randrange(30))) for _ in range(300)]
+    texts += ["".join(map(story, range(50))), "", " ", "<|endoftext|>", "it's we'LL  x\n\n\n y "]
+    expected = [tokenizer.encode(text) for text in texts]
+    made = "new module.Vocabulary({ kind: 'tokenizer', tokenizer: x.tokenizer })"
+    given = {"tokenizer": tokenizer.to_json(), "texts": texts, "ids": expected}
+    assert javascript("vocabulary.js", f"x.texts.map((text) => {made}.encode(text))", given) == expected
+    read = "((read) => ids.map(read).join(''))"
+    found = javascript("vocabulary.js", f"x.ids.map((ids) => {read}({made}.reader()))", given)
+    assert found == [text.removeprefix("\ufeff") for text in texts]
+
+
+def test_what_the_page_opens_with_can_be_read(javascript):
+    vocabulary = Vocabulary("tokenizer", tokenizer=TextTokenizer.learn([], 257).to_json(), end=0)
+    opening = javascript("vocabulary.js", "new module.Vocabulary(x).opening()", asdict(vocabulary))
+    assert opening
+    assert vocabulary.decode(torch.tensor(vocabulary.encode(opening))) == opening

@@ -1,5 +1,8 @@
 """A model read by a plan, to be evaluated like any other."""
 
+from itertools import pairwise
+
+import torch
 from torch import Tensor, nn
 
 from unrolled.decode import Plan
@@ -18,7 +21,10 @@ class Planned(nn.Module):
         super().__init__()
         self.model, self.config, self.plan = model, model.config, plan
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """`[B,T]` -> `[B,T,vocab_size]`."""
+    def forward(self, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """`[B,T]` -> `[B,T,vocab_size]`; the sequences of a pack, where B is 1, are read one by one."""
+        if cu_seqlens is not None:
+            bounds = pairwise(cu_seqlens.tolist())
+            return torch.cat([self(tokens[:, start:stop]) for start, stop in bounds], dim=1)
         logits, _ = self.plan.prefill(tokens, self.plan.init_state(len(tokens)))
         return logits

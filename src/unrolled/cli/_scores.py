@@ -45,6 +45,7 @@ def measure(model: Any, run: "Run", positions: bool = False) -> dict[str, Any]:
         unit, loss: of the validation split.
         splits: for each split with an accuracy, the number of answers that are correct, and of all.
         positions: for tokens, the score of all positions, then those of ranges if `positions` is True.
+        bits_per_byte: for text, the loss in bits for each byte of UTF-8, by the mean bytes of a target.
     """
     from unrolled import training
     from unrolled.cli import run_config
@@ -58,18 +59,40 @@ def measure(model: Any, run: "Run", positions: bool = False) -> dict[str, Any]:
         total = scores[0]
         found |= {"loss": total.loss, "splits": {"validation": (total.correct, total.targets)}}
         found["positions"] = [asdict(score) for score in scores]
+        if (size := bytes_per_target(dataset)) is not None:
+            found["bits_per_byte"] = total.loss / math.log(2) / size
         extent = f", over all {total.targets:,} targets in {total.windows:,} windows of {length:,} tokens"
     else:
         found["loss"] = training.evaluate(model, dataset, replace(run.train, eval_batches=None))
         found["splits"] = _count_splits(model, dataset, run.train.batch_size)
         extent = ""
     bits = f", {found['loss'] / math.log(2):.4f} bits" if task in ("tokens", "bits") else ""
+    if "bits_per_byte" in found:
+        bits += f", {found['bits_per_byte']:.4f} bits/byte"
     typer.echo(f"validation loss {found['loss']:.4f} {found['unit']}{bits}{extent}")
     for name, (right, count) in found["splits"].items():
         typer.echo(f"{name} split: {right:,} of {count:,} correct, {right / count:.2%}")
     if positions:
         typer.echo(f"\n{_table(scores)}")
     return found
+
+
+def bytes_per_target(dataset: "BaseDataset") -> float | None:
+    """Return the mean bytes of UTF-8 that a target of the validation split stands for; None if unknown.
+
+    Tokens that have no text, such as the end of a document, count as targets without bytes.
+    """
+    import torch
+
+    counts = dataset.vocabulary.byte_counts()
+    if counts is None:
+        return None
+    sizes, total, targets = torch.tensor(counts), 0, 0
+    for batch in dataset.eval_batches(64):
+        known = batch.targets[batch.targets >= 0]
+        total += int(sizes[known].sum())
+        targets += len(known)
+    return total / targets if total else None
 
 
 def doubling(length: int) -> list[tuple[int, int]]:

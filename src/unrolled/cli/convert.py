@@ -22,7 +22,7 @@ def convert(
     """Convert a model to Hugging Face transformers or back, with identical weights.
 
     \b
-    To transformers, with a tokenizer if the model was trained on characters or bytes:
+    To transformers, with a tokenizer if the model was trained on text:
       unrolled convert runs/book book-hf
 
     \b
@@ -40,7 +40,7 @@ def convert(
     model, to_ours = _read(source), hf.is_saved_by_transformers(source)
     converted = model if to_ours else hf.to_transformers(model)
     vocabulary = Vocabulary.load(source) if VOCABULARY_FILE in model.documents else None
-    if vocabulary is not None and not to_ours and vocabulary.kind == "text":
+    if vocabulary is not None and not to_ours and vocabulary.is_text:
         vocabulary.check(model.config.vocab_size)
 
     def made_before() -> bool:
@@ -85,11 +85,16 @@ def _save_for_transformers(converted: Any, vocabulary: "Vocabulary | None", fold
     from unrolled.interop import hf
 
     what = type(converted).__name__
-    if vocabulary is not None and vocabulary.kind == "text":
-        tokenizer = hf.character_tokenizer(vocabulary.characters)
+    if vocabulary is not None and vocabulary.is_text:
+        if vocabulary.kind == "tokenizer":
+            tokenizer = hf.text_tokenizer(vocabulary)
+        else:
+            tokenizer = hf.character_tokenizer(vocabulary.characters)
         tokenizer.save_pretrained(folder)
         if converted.can_generate():
             converted.generation_config.pad_token_id = tokenizer.pad_token_id
+            if vocabulary.end is not None:
+                converted.generation_config.eos_token_id = vocabulary.end
         what += " with its tokenizer"
     converted.save_pretrained(folder)
     return what

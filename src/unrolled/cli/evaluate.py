@@ -74,7 +74,7 @@ def evaluate(
     settings = run_config.read_saved(run_dir, data_dir)
     packed_as(run_dir, weights)
     model: Any = load_model(run_dir)
-    run = run_config.resolve(settings)
+    run = run_config.reopen(run_dir, settings)
     task = run.dataset.task
     if task != "tokens":
         for_tokens = {"--length": length, "--positions": positions or None, "--weights": weights}

@@ -1,6 +1,7 @@
 """`unrolled generate`."""
 
 import math
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -98,13 +99,12 @@ def generate(
     draw = partial(generation.generate, model, seed=seed, **sampling)
     if vocabulary.shape is None:
         refuse({"--out": out, "--force": force or None}, f"images, but {folder} was not trained on images")
-        if prompt is None and vocabulary.kind == "text":
+        if prompt is None and vocabulary.is_text:
             prompt = "\n"
         if not prompt:
             raise ValueError("--prompt is missing, but required: this model has no start symbol")
         ids = vocabulary.encode(prompt)
-        stops = [vocabulary.encode(text) for text in stop or []]
-        _write(vocabulary, draw, prompt, ids, _room(model, ids, tokens), num_samples, stops)
+        _write(vocabulary, draw, prompt, ids, _room(model, ids, tokens), num_samples, stop or [])
     else:
         texts = {"--prompt": prompt, "--tokens": tokens, "--stop": stop or None}
         refuse(texts, f"text, but {folder} was trained on images")
@@ -184,19 +184,48 @@ def _write(
     ids: list[int],
     tokens: int,
     num_samples: int | None,
-    stops: list[list[int]],
+    stop: list[str],
 ) -> None:
     """Print each sample after its prompt: a single one as it is generated, several with separators."""
+    if vocabulary.kind == "tokenizer":  # a stop text may begin and end within tokens
+        stops, texts = [] if vocabulary.end is None else [[vocabulary.end]], stop
+        if "" in stop:
+            raise ValueError("--stop is empty, but must be a text")
+    else:
+        stops, texts = [vocabulary.encode(text) for text in stop], []
     draw([ids], 0, stop=stops)  # rejects invalid options before anything is printed
     if num_samples in (None, 1):
-        read = vocabulary.reader()
+        sample = _Sample(vocabulary, texts)
         typer.echo(prompt, nl=False)
-        draw([ids], tokens, stop=stops, on_token=lambda row, token: typer.echo(read(token), nl=False))
+        draw([ids], tokens, stop=stops, on_token=lambda row, token: sample.add(token, echo=True))
         typer.echo()
         return
-    for index, sample in enumerate(draw([ids], tokens, stop=stops, num_samples=num_samples)):
-        read = vocabulary.reader()
-        typer.echo(("---\n" if index else "") + prompt + "".join(map(read, sample.tolist())))
+    samples: dict[int, _Sample] = defaultdict(lambda: _Sample(vocabulary, texts))
+    rows = draw(
+        [ids],
+        tokens,
+        stop=stops,
+        num_samples=num_samples,
+        on_token=lambda row, token: samples[row].add(token),
+    )
+    for row in range(len(rows)):
+        typer.echo(("---\n" if row else "") + prompt + samples[row].text)
+
+
+class _Sample:
+    """The text of a sample, up to the end of a stop text."""
+
+    def __init__(self, vocabulary: "Vocabulary", stops: list[str]) -> None:
+        self._read, self._stops, self.text = vocabulary.reader(), stops, ""
+
+    def add(self, token: int, *, echo: bool = False) -> bool:
+        """Add a token; return whether no stop text has ended."""
+        known, self.text = len(self.text), self.text + self._read(token)
+        ends = [self.text.find(stop) + len(stop) for stop in self._stops if stop in self.text]
+        self.text = self.text[: min(ends, default=None)]
+        if echo:
+            typer.echo(self.text[known:], nl=False)
+        return not ends
 
 
 def _draw_sheet(

@@ -88,7 +88,7 @@ def _opened(source: Path, data_dir: Path | None) -> "Run | None":
     from unrolled.cli import run_config
 
     try:
-        run = run_config.resolve(run_config.read_saved(source, data_dir))
+        run = run_config.reopen(source, run_config.read_saved(source, data_dir))
         next(iter(run.dataset.eval_batches(1)))
     except (ValueError, OSError) as error:
         typer.echo(f"the loss was not measured: {error}", err=True)

@@ -135,6 +135,23 @@ def read_saved(run_dir: Path, data_dir: Path | None = None) -> dict[str, Any]:
     return read(file, [], data_dir)
 
 
+def reopen(run_dir: Path, settings: Mapping[str, Any]) -> Run:
+    """Resolve the saved settings of a run, whose data must have the ids that its model was trained on.
+
+    Raises:
+        ValueError: the data have other ids, or as `resolve`.
+    """
+    run = resolve(settings)
+    if run.dataset.task == "tokens" and (run_dir / data.VOCABULARY_FILE).exists():
+        trained_on = data.Vocabulary.load(run_dir)
+        if trained_on.is_text and not trained_on.same_ids(run.dataset.vocabulary):
+            raise ValueError(
+                f"the data of {run_dir} have other ids than its {data.VOCABULARY_FILE}: "
+                "they are of another text or tokenizer"
+            )
+    return run
+
+
 def resolve(values: Mapping[str, Any]) -> Run:
     """Load the data set and make the configs. Fields of the model that follow from the data may be left out.
 

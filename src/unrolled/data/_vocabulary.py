@@ -2,7 +2,7 @@
 
 import codecs
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from unrolled.data._bpe import BytePairs
 from unrolled.data._codec import Codec
-from unrolled.fields import Checked, Size
+from unrolled.data._tokenizer import TextTokenizer
+from unrolled.fields import Checked, Count, Size
 
 if TYPE_CHECKING:
     from unrolled.models.saving import SavedModel
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 FILE_NAME = "vocabulary.json"
 
 Model = TypeVar("Model", bound="SavedModel")
-Kind = Literal["text", "bpe", "image", "ids"]
+Kind = Literal["text", "tokenizer", "bpe", "image", "ids"]
 Character = Annotated[str, Len(1, 1)]
 
 
@@ -30,8 +31,11 @@ class Vocabulary(Checked):
     """The meaning of ids; the fields are those of the file.
 
     Attributes:
-        kind: "text", "bpe" (byte pairs), "image" or "ids" (plain numbers).
+        kind: "text" (characters or bytes), "tokenizer" (of a language model), "bpe" (byte pairs of sentences
+            to be translated), "image" or "ids" (plain numbers).
         characters: of a text, in the order of their ids; None for the bytes of UTF-8.
+        tokenizer: the tokenizer of a language model, as the text of a `tokenizer.json`.
+        end: of a tokenizer, the id at the end of a document; None if there is none.
         pieces: of byte pairs, the output of `BytePairs.to_json`.
         shape: of an image, height and width.
         data: name of the data set, for a text that of its file; None if unknown.
@@ -45,16 +49,25 @@ class Vocabulary(Checked):
     pieces: str | None = None
     shape: Annotated[list[Size], Len(2, 2)] | None = None
     data: str | None = None
+    tokenizer: str | None = None
+    end: Count | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, kind in (("pieces", "bpe"), ("shape", "image")):
+        for name, kind in (("pieces", "bpe"), ("shape", "image"), ("tokenizer", "tokenizer")):
             value = vars(self)[name]
             if (value is None) == (self.kind == kind):
                 expected = "given" if value is None else "None"
                 raise ValueError(f"{name} is {value!r}, but must be {expected} with kind {self.kind!r}")
+        if self.end is not None and self.kind != "tokenizer":
+            raise ValueError(f"end is {self.end}, but must be None with kind {self.kind!r}")
         if self.characters is not None and len(set(self.characters)) < len(self.characters):
             raise ValueError("characters has one of them twice, but must have each once")
+
+    @property
+    def is_text(self) -> bool:
+        """Whether ids stand for text that a model continues."""
+        return self.kind in ("text", "tokenizer")
 
     def attach(self, model: Model) -> Model:
         """Make `model.save` write it next to the weights, as `vocabulary.json`; return the model."""
@@ -86,17 +99,29 @@ class Vocabulary(Checked):
         size = vocab_size
         if self.kind == "text":
             size = 256 if self.characters is None else len(self.characters)
-        if self.kind == "bpe" and len(self._byte_pairs) > vocab_size:  # fewer if the text was short
-            size = len(self._byte_pairs)
+        if self.kind == "bpe":
+            size = max(len(self._byte_pairs), vocab_size)  # fewer if the text was short
+        if self.kind == "tokenizer":
+            size = max(len(self.text_tokenizer), vocab_size)  # a model may have more than the tokenizer uses
         if size != vocab_size:
             raise ValueError(
                 f"{FILE_NAME} has {size} ids, but the model has {vocab_size}: they are not of one run"
             )
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text: of its characters, bytes or byte pairs, or the numbers written in it.
+    def same_ids(self, other: "Vocabulary") -> bool:
+        """Return whether ids have the same meaning in another vocabulary."""
 
-        Byte pairs end with the end symbol.
+        def meaning(vocabulary: Vocabulary) -> tuple[object, ...]:
+            tokenizer = vocabulary.tokenizer
+            names = None if tokenizer is None else json.loads(tokenizer)["model"]["vocab"]
+            return (vocabulary.kind, vocabulary.characters, names, vocabulary.end)
+
+        return meaning(self) == meaning(other)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text: of its characters, bytes or tokens, or the numbers written in it.
+
+        Byte pairs of sentences end with the end symbol.
 
         Raises:
             ValueError: the text has a character outside the vocabulary, or anything but numbers.
@@ -104,6 +129,8 @@ class Vocabulary(Checked):
         if self.kind == "text":
             ids: list[int] = Codec(self.characters).encode(text).tolist()
             return ids
+        if self.kind == "tokenizer":
+            return self.text_tokenizer.encode(text)
         if self.kind == "bpe":
             pieces: list[int] = self._byte_pairs.encode(text).tolist()
             return pieces
@@ -113,11 +140,33 @@ class Vocabulary(Checked):
             raise ValueError(f"{text!r} must be ids, whole numbers with spaces between") from error
 
     def decode(self, ids: Tensor) -> str:
-        """Return the text of ids [T], of byte pairs up to the end symbol."""
+        """Return the text of ids [T], of byte pairs of sentences up to the end symbol."""
         if self.kind == "bpe":
             return self._byte_pairs.decode(ids)
+        if self.kind == "tokenizer":
+            return self.text_tokenizer.decode(ids.tolist())
         read = self.reader()
         return "".join(map(read, ids.tolist()))
+
+    @cached_property
+    def text_tokenizer(self) -> TextTokenizer:
+        """The tokenizer of a language model.
+
+        Raises:
+            ImportError: the library `tokenizers` is not installed.
+            ValueError: it is damaged.
+        """
+        try:
+            return TextTokenizer.of_json(self.tokenizer or "", self.end)
+        except ValueError as error:
+            raise ValueError(f"the tokenizer in {FILE_NAME} is damaged: {error}") from error
+
+    def byte_counts(self) -> Sequence[int] | None:
+        """Return how many bytes of UTF-8 each id stands for; None if that cannot be said of single ids."""
+        if self.kind == "text":
+            return [1] * 256 if self.characters is None else [len(x.encode()) for x in self.characters]
+        contents = self.text_tokenizer.contents if self.kind == "tokenizer" else None
+        return None if contents is None else [len(content) for content in contents]
 
     @cached_property
     def _byte_pairs(self) -> BytePairs:
@@ -127,6 +176,8 @@ class Vocabulary(Checked):
         """Return a function that decodes one id at a time; bytes appear once their character is complete."""
         if self.kind == "ids":
             return lambda token: f" {token}"
+        if self.kind == "tokenizer":
+            return self.text_tokenizer.reader()
         if self.characters is None:
             utf8 = codecs.getincrementaldecoder("utf-8")("replace")
             return lambda token: utf8.decode(bytes([token]))

@@ -248,11 +248,39 @@ def _vocabulary(name: str, run: Path) -> Vocabulary:
         kind = vocabulary["kind"]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
-    if kind not in ("text", "image", "ids"):
+    if kind not in ("text", "tokenizer", "image", "ids"):
         raise ValueError(
-            f"{run} has a vocabulary of the kind {kind!r}, but must have 'text', 'image' or 'ids' for a page"
+            f"{run} has a vocabulary of the kind {kind!r}, "
+            "but must have 'text', 'tokenizer', 'image' or 'ids' for a page"
+        )
+    if kind == "tokenizer" and not _has_byte_pairs(str(vocabulary.get("tokenizer"))):
+        raise ValueError(
+            f"{run} has a tokenizer that a page cannot run: "
+            "it must be byte pairs within the words of GPT-2, as unrolled learns them"
         )
     return vocabulary
+
+
+def _has_byte_pairs(tokenizer: str) -> bool:
+    """Return whether a `tokenizer.json` is of the kind that `pairs.js` runs."""
+    try:
+        found = json.loads(tokenizer)
+        model, words = found["model"], found["pre_tokenizer"] or {}
+        plain = not any(model.get(x) for x in ("ignore_merges", "dropout", "byte_fallback"))
+        affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+        return (
+            model["type"] == "BPE"
+            and plain
+            and not affixes
+            and words.get("type") == "ByteLevel"
+            and not words.get("add_prefix_space", True)
+            and words.get("use_regex", True)
+            and found["normalizer"] is None
+            and (found["decoder"] or {}).get("type") == "ByteLevel"
+            and all(token["special"] for token in found["added_tokens"])
+        )
+    except (ValueError, TypeError, LookupError, AttributeError):
+        return False
 
 
 def _entry(name: str, model: Mapping[str, object], vocabulary: Vocabulary, size: int) -> Entry:
@@ -267,7 +295,7 @@ def _entry(name: str, model: Mapping[str, object], vocabulary: Vocabulary, size:
     elif isinstance(sizes, list):
         group = f"{sizes[0]} × {sizes[1]} pixels"
     else:
-        group = "Text" if vocabulary["kind"] == "text" else "Token ids"
+        group = "Token ids" if vocabulary["kind"] == "ids" else "Text"
     return {
         "name": name,
         "title": title,

@@ -177,6 +177,8 @@ def _digest(file: Path, form: str) -> str:
 def _text(folder: Path, vocabulary: Vocabulary | None) -> Text | None:
     if vocabulary is None:
         return TokenizerText(folder)
+    if vocabulary.kind == "tokenizer":
+        return TokenizerText(folder, vocabulary)
     return VocabularyText(vocabulary, folder) if vocabulary.shape is None else None
 
 

@@ -2,11 +2,12 @@
 
 import codecs
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from unrolled.data import Vocabulary
+from unrolled.data import VOCABULARY_FILE, Vocabulary
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -112,14 +113,19 @@ class TokenizerText:
     Args:
         folder: holds `tokenizer.json`, and may hold `tokenizer_config.json`, `generation_config.json` and
             `chat_template.jinja`.
+        vocabulary: of the kind "tokenizer", whose tokenizer is taken instead of `tokenizer.json`.
 
     Raises:
         ImportError: the library `tokenizers` is not installed.
         ValueError: a file is missing or damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._tokenizer = _tokenizer(folder / "tokenizer.json")
+    def __init__(self, folder: Path, vocabulary: Vocabulary | None = None) -> None:
+        if vocabulary is None:
+            self._tokenizer = _tokenizer(folder / "tokenizer.json", None)
+        else:
+            self._tokenizer = _tokenizer(folder / VOCABULARY_FILE, vocabulary.text_tokenizer.to_json())
+        self._contents = None if vocabulary is None else vocabulary.text_tokenizer.contents
         config = _json(folder / "tokenizer_config.json")
         named = {name: _content(value) for name, value in config.items() if name.endswith("_token")}
         self.special_tokens = {name: value for name, value in named.items() if value is not None}
@@ -127,6 +133,9 @@ class TokenizerText:
         ends = set(given if isinstance(given, list) else [] if given is None else [given])
         if (end := self._tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))) is not None:
             ends.add(end)
+        if vocabulary is not None and vocabulary.end is not None:
+            ends.add(vocabulary.end)
+            self.special_tokens.setdefault("eos_token", self.piece(vocabulary.end))
         self.ends = [[end] for end in sorted(ends)]
         self.chat_template = _template(folder) or _default_template(config.get("chat_template"))
 
@@ -141,11 +150,16 @@ class TokenizerText:
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids."""
+        if self._contents is not None:
+            return self.reader()(ids, final=True)
         text: str = self._tokenizer.decode(ids)
         return text
 
     def reader(self) -> Reader:
         """Return a decoder of one sequence."""
+        if self._contents is not None:
+            utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+            return partial(_read_contents, self._contents, utf8)
         return _StreamReader(self._tokenizer)
 
     def piece(self, id: int) -> str:
@@ -186,17 +200,24 @@ def _read_bytes(decoder: codecs.IncrementalDecoder, ids: list[int], final: bool 
     return decoder.decode(bytes(ids), final)
 
 
+def _read_contents(
+    contents: Sequence[bytes], decoder: codecs.IncrementalDecoder, ids: list[int], final: bool = False
+) -> str:
+    return decoder.decode(b"".join(contents[id] for id in ids if id < len(contents)), final)
+
+
 def _read_each(read: Any, ids: list[int], final: bool = False) -> str:
     return "".join(map(read, ids))
 
 
-def _tokenizer(path: Path) -> "Tokenizer":
+def _tokenizer(path: Path, content: str | None) -> "Tokenizer":
+    """Make a tokenizer of the content of a file, by default a `tokenizer.json`."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ImportError(f"{path} needs tokenizers, which is missing: {how_to_install('serve')}") from error
     try:
-        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        return Tokenizer.from_str(path.read_text(encoding="utf-8") if content is None else content)
     except FileNotFoundError as error:
         raise ValueError(f"{path.parent} has no {path.name}") from error
     except Exception as error:  # the library raises plain Exception

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from unrolled.contract import IGNORED, Dataset
+from unrolled.contract import IGNORED, Batch, Dataset
 from unrolled.models.heads import token_nll
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import evaluating
@@ -67,11 +67,11 @@ def evaluate_positions(
         ValueError: there is no range, or no target in any.
     """
     parts: list[Tensor] = []
-    forward = cast(Callable[[Tensor], Tensor], model)
+    forward = cast(Callable[..., Tensor], model)
     with evaluating(model) as device:
         for batch in dataset.eval_batches(config.batch_size):
             with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
-                logits = forward(batch.inputs.to(device))
+                logits = _logits(forward, batch, device)
             parts.append(_sums(logits, batch.targets.to(device), ranges).cpu())
     scores = []
     for (start, stop), sums in zip(ranges, torch.cat(parts, dim=1) if parts else (), strict=True):
@@ -81,6 +81,15 @@ def evaluate_positions(
     if not scores:
         raise ValueError(f"the validation split has no target in {list(ranges)}: all are {IGNORED}")
     return scores
+
+
+def _logits(forward: Callable[..., Tensor], batch: Batch, device: torch.device) -> Tensor:
+    """Logits [B,n,V] of the last n positions of each row; of all, where rows hold several sequences."""
+    inputs = batch.inputs.to(device)
+    if batch.cu_seqlens is None:
+        return forward(inputs)
+    logits = forward(inputs.reshape(1, -1), cu_seqlens=batch.cu_seqlens.to(device))
+    return logits.reshape(*inputs.shape, -1)
 
 
 def _sums(logits: Tensor, targets: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:

@@ -1,17 +1,22 @@
-// What token ids stand for: characters, bytes of UTF-8, or numbers.
+// What token ids stand for: characters, bytes of UTF-8, byte pairs, or numbers.
 
 import { Failure } from "./files.js";
+import { BytePairs } from "./pairs.js";
+
+const OPENING = "KING:\nWhat ";
 
 export class Vocabulary {
-  constructor({ kind, characters }) {
+  constructor({ kind, characters, tokenizer }) {
     Object.assign(this, { kind, characters });
     this.ids = new Map(characters?.map((character, id) => [character, id]));
+    if (kind === "tokenizer") this.pairs = new BytePairs(tokenizer);
   }
 
   /** Something to begin with. */
   opening() {
     if (this.kind === "ids") return "0 1 2";
-    const known = Array.from("KING:\nWhat ").filter((character) => !this.characters || this.ids.has(character));
+    if (this.pairs) return OPENING.trimEnd(); // the blank belongs to the next word
+    const known = Array.from(OPENING).filter((character) => !this.characters || this.ids.has(character));
     return known.join("") || this.characters[0];
   }
 
@@ -22,6 +27,7 @@ export class Vocabulary {
         return Number(word);
       });
     }
+    if (this.pairs) return this.pairs.encode(text);
     if (!this.characters) return Array.from(new TextEncoder().encode(text));
     return Array.from(text, (character) => {
       const id = this.ids.get(character);
@@ -35,6 +41,7 @@ export class Vocabulary {
     if (this.kind === "ids") return (id) => ` ${id}`;
     if (this.characters) return (id) => this.characters[id];
     const utf8 = new TextDecoder();
-    return (id) => utf8.decode(Uint8Array.of(id), { stream: true });
+    const bytes = (id) => (this.pairs ? this.pairs.bytes(id) : Uint8Array.of(id));
+    return (id) => utf8.decode(bytes(id), { stream: true });
   }
 }

@@ -21,6 +21,7 @@ from unrolled.interop.hf.convert import (
     from_transformers,
     is_saved_by_transformers,
     load,
+    text_tokenizer,
     to_transformers,
 )
 from unrolled.interop.hf.linearize import linearize, load_linearized, new_parameters, state_cache
@@ -48,6 +49,7 @@ __all__ = [
     "new_parameters",
     "restore",
     "state_cache",
+    "text_tokenizer",
     "to_transformers",
 ]
 

@@ -9,6 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from unrolled.contract import UnsupportedError
+from unrolled.data import Vocabulary, byte_letters
 from unrolled.files import read_object
 from unrolled.interop.hf._model import UnrolledPreTrainedModel
 from unrolled.interop.hf.causal_lm import UnrolledForCausalLM
@@ -117,7 +118,7 @@ def character_tokenizer(characters: Sequence[str] | None) -> PreTrainedTokenizer
         is no symbol for unknown characters: a character outside the vocabulary is an error.
     """
     if characters is None:
-        tokenizer = Tokenizer(models.BPE(vocab=_bytes(), merges=[]))
+        tokenizer = Tokenizer(models.BPE(vocab=byte_letters(), merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
         size = 256
@@ -139,8 +140,22 @@ def character_tokenizer(characters: Sequence[str] | None) -> PreTrainedTokenizer
     return made
 
 
-def _bytes() -> dict[str, int]:
-    """The letters of byte-level tokenizers, by which printable bytes are themselves, with their bytes."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+def text_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
+    """Make a tokenizer of transformers of the tokenizer that a model was trained with.
+
+    It pads on the left with the symbol that ends a document, or with "<|end|>" if there is none, which is
+    outside the model's vocabulary.
+
+    Args:
+        vocabulary: of the kind "tokenizer".
+    """
+    tokenizer = vocabulary.text_tokenizer
+    end = END if tokenizer.end is None else tokenizer.name(tokenizer.end)
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=Tokenizer.from_str(tokenizer.to_json()),
+        eos_token=end,
+        pad_token=end,
+        padding_side="left",
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+    )

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from unrolled.contract import Split
 from unrolled.data.text import TextDataset
 
 
@@ -34,12 +35,7 @@ class TokenizedText(TextDataset):
         path = ", ".join(map(str, files))
         super().__init__(path=path, length=length, val_fraction=val_fraction)
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        return len(self.tokenizer)
-
-    def _read(self) -> tuple[np.ndarray, None]:
+    def _read(self) -> dict[Split, np.ndarray]:
         texts = []
         for file in self.files:
             try:
@@ -49,4 +45,4 @@ class TokenizedText(TextDataset):
             except UnicodeDecodeError as error:
                 raise ValueError(f"{file} is not UTF-8 at byte {error.start}") from error
         ids = self.tokenizer("\n".join(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        return np.asarray(ids, dtype=np.int32), None
+        return self._cut(np.asarray(ids, dtype=np.int32), len(self.tokenizer))

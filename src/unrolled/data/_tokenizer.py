@@ -1,0 +1,217 @@
+"""Tokenizers of language models: byte pairs learned from text, or any tokenizer of the library `tokenizers`.
+
+Byte pairs are those of GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners",
+section 2.2): merges of the bytes of UTF-8 within words, so that any text can be encoded, and comes back
+unchanged.
+"""
+
+import codecs
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from unrolled.extras import how_to_install
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END = "<|endoftext|>"
+SMALLEST = 257  # the end of a document and the bytes
+DEFAULT_SIZE = 8_000
+LONGEST_PIECE = 2**17  # characters that are encoded at once: time and memory of longer texts go up
+
+
+class TextTokenizer:
+    """Text to ids and back.
+
+    A text becomes the ids of its tokens and nothing else: no symbol is added to it, and none is made of
+    characters that spell one.
+
+    Args:
+        tokenizer: a `tokenizers.Tokenizer`, which is changed: it loses what adds symbols to a text.
+        end: the id that stands at the end of a document; None if there is none.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", end: int | None) -> None:
+        tokenizer.post_processor = None
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode_special_tokens = True
+        self._tokenizer, self.end = tokenizer, end
+        self._size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @classmethod
+    def learn(cls, texts: Iterable[str], vocab_size: int) -> "TextTokenizer":
+        """Learn merges of the most frequent pairs until there are `vocab_size` ids, or no pair occurs twice.
+
+        Id 0 is the end of a document; the next 256 are the bytes. The same texts give the same merges,
+        whatever the number of threads.
+
+        Raises:
+            ImportError: the library `tokenizers` is not installed.
+        """
+        library: Any = _library()
+        tokenizer = library.Tokenizer(library.models.BPE())
+        tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = library.decoders.ByteLevel()
+        trainer = library.trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=2,
+            special_tokens=[END],
+            initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+        return cls(tokenizer, 0)
+
+    @classmethod
+    def of_json(cls, text: str, end: int | None) -> "TextTokenizer":
+        """Read a `tokenizer.json`.
+
+        Raises:
+            ImportError: the library `tokenizers` is not installed.
+            ValueError: the text is not a tokenizer, or has no such id.
+        """
+        library: Any = _library()
+        try:
+            found = cls(library.Tokenizer.from_str(text), end)
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"it is not a tokenizer: {error}") from error
+        if end is not None and end >= len(found):
+            raise ValueError(f"end is {end}, but must be one of the {len(found)} ids of the tokenizer")
+        return found
+
+    def to_json(self) -> str:
+        """Serialise to JSON, in the library's format."""
+        text: str = self._tokenizer.to_str()
+        return text
+
+    def __len__(self) -> int:
+        """One more than the highest id."""
+        return self._size
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text.
+
+        Raises:
+            ValueError: the text has surrogates, as a terminal makes of bytes that are not UTF-8.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text is not Unicode at character {error.start}: it has surrogates"
+            ) from error
+        return [id for piece in pieces(text) for id in self.encode_piece(piece)]
+
+    def encode_piece(self, piece: str) -> list[int]:
+        """Return the ids of a piece of a text; other threads go on meanwhile."""
+        (found,) = self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)
+        ids: list[int] = found.ids
+        return ids
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """Return the ids of a text in the smallest integer type that holds them all."""
+        parts = [np.array(self.encode_piece(piece), self.dtype) for piece in pieces(text)]
+        return np.concatenate([np.empty(0, self.dtype), *parts])
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of ids in files: uint16, or uint32 where there are more than 65,536."""
+        return np.dtype(np.uint16 if len(self) <= 2**16 else np.uint32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids; special tokens have none, and bytes that are not UTF-8 become U+FFFD."""
+        if self.contents is not None:
+            return b"".join(map(self.content, ids)).decode(errors="replace")
+        text: str = self._tokenizer.decode(list(ids))
+        return text
+
+    def reader(self) -> Callable[[int], str]:
+        """Return a function that decodes one id at a time; a character appears once it is complete."""
+        if self.contents is not None:
+            utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+            return lambda token: utf8.decode(self.content(token))
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=True)
+        return lambda token: stream.step(self._tokenizer, token) or ""
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token by its name, None if there is no such token."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+    def name(self, id: int) -> str | None:
+        """Return the name of a token, such as "<|endoftext|>"."""
+        found: str | None = self._tokenizer.id_to_token(id)
+        return found
+
+    def content(self, id: int) -> bytes:
+        """Return the bytes of a token of byte pairs; a special token and an id beyond the last have none."""
+        assert self.contents is not None
+        return self.contents[id] if id < len(self.contents) else b""
+
+    @cached_property
+    def contents(self) -> list[bytes] | None:
+        """The bytes of each token; None where a token is not simply a sequence of bytes."""
+        if (json.loads(self.to_json())["decoder"] or {}).get("type") != "ByteLevel":
+            return None
+        letters = byte_letters()
+        found = [b""] * len(self)
+        added = self._tokenizer.get_added_tokens_decoder()
+        for token, id in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if id in added:
+                found[id] = b"" if added[id].special else token.encode()
+            elif all(letter in letters for letter in token):
+                found[id] = bytes(letters[letter] for letter in token)
+            else:
+                return None
+        return found
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Cut a text into pieces of at most `LONGEST_PIECE` characters, before the last white space of each.
+
+    Byte pairs, which never reach from a word into the white space after it, encode the pieces as they encode
+    the whole. A piece without white space is cut at its full length.
+    """
+    start = 0
+    while len(text) - start > LONGEST_PIECE:
+        border = end_of_piece(text, start)
+        yield text[start:border]
+        start = border
+    if start < len(text):
+        yield text[start:]
+
+
+def end_of_piece(text: str, start: int = 0) -> int:
+    """Return where the piece from `start` on ends; more than `LONGEST_PIECE` characters follow."""
+    for border in range(start + LONGEST_PIECE, start, -1):
+        if text[border] in " \n" and not text[border - 1].isspace():
+            return border
+    return start + LONGEST_PIECE
+
+
+def byte_letters() -> dict[str, int]:
+    """Return the letters of byte-level tokenizers with their bytes; a printable byte is its own letter."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _library() -> object:
+    try:
+        import tokenizers
+        import tokenizers.decoders
+        import tokenizers.models
+        import tokenizers.pre_tokenizers
+        import tokenizers.trainers
+    except ImportError as error:
+        raise ImportError(
+            f"byte pairs need the library tokenizers, which is missing: {how_to_install('tokenize')}"
+        ) from error
+    return tokenizers

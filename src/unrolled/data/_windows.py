@@ -1,0 +1,60 @@
+"""Which windows of a long sequence the rows of a training batch hold."""
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from unrolled.data._permutation import permuted
+
+Order = Literal["random", "consecutive"]
+"""The order of training windows: drawn at random, or so that each row continues that of the batch before."""
+
+
+class Windows(NamedTuple):
+    """The windows of a batch.
+
+    Attributes:
+        numbers: int64 [B].
+        continues: bool [B], whether a row goes on where the same row of the batch before ended.
+    """
+
+    numbers: np.ndarray
+    continues: np.ndarray
+
+
+def shuffled(size: int, places: np.ndarray, *key: int) -> np.ndarray:
+    """Return the windows at these places in an endless stream of epochs, each an order of its own.
+
+    Args:
+        size: number of windows.
+        places: int64 [B].
+        key: what the order depends on, besides the number of the epoch.
+    """
+    epochs, offsets = places // size, places % size
+    found = np.empty_like(places)
+    for epoch in np.unique(epochs):
+        chosen = epochs == epoch
+        found[chosen] = permuted(offsets[chosen], size, *key, int(epoch))
+    return found
+
+
+def consecutive(size: int, *, step: int, batch_size: int, seed: int) -> Windows:
+    """Return the windows of batch `step` where every row reads on.
+
+    With m = size // batch_size, row r of an epoch reads the windows o + r m to o + (r + 1) m - 1, one in each
+    batch, and begins anew in the next epoch. The offset o is drawn from (seed, epoch); after the last window
+    comes the first one, where a row begins anew too.
+
+    Raises:
+        ValueError: there are fewer windows than rows.
+    """
+    if size < batch_size:
+        raise ValueError(
+            f"batch_size is {batch_size}, but must be at most {size} with order='consecutive', the number of "
+            "windows, since every row of a batch reads windows of its own"
+        )
+    each = size // batch_size
+    epoch, place = divmod(step, each)
+    offset = int(np.random.default_rng((seed, epoch)).integers(size))
+    numbers = (offset + np.arange(batch_size) * each + place) % size
+    return Windows(numbers, (numbers != 0) & (place > 0))

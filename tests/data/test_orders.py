@@ -1,0 +1,101 @@
+"""Orders that are computed and never stored: of windows, of sources, and of rows that read on."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unrolled.data._mixture import BLOCK, drawn_sources
+from unrolled.data._permutation import permuted
+from unrolled.data._windows import consecutive, shuffled
+
+KEY = st.integers(0, 2**40)
+
+
+@given(size=st.integers(1, 3_000), seed=KEY, epoch=st.integers(0, 99))
+def test_every_thing_has_one_place(size: int, seed: int, epoch: int) -> None:
+    found = permuted(np.arange(size), size, seed, epoch)
+    assert sorted(found.tolist()) == list(range(size))
+    one_by_one = [int(permuted(np.array([place]), size, seed, epoch)[0]) for place in range(min(size, 5))]
+    assert found[:5].tolist() == one_by_one
+
+
+@given(size=st.integers(2**33, 2**62), seed=KEY)
+def test_places_of_huge_orders_are_found_without_the_others(size: int, seed: int) -> None:
+    places = np.array([0, 1, 2, size // 2, size - 1])
+    found = permuted(places, size, seed)
+    assert len(set(found.tolist())) == len(places)
+    assert found.min() >= 0
+    assert found.max() < size
+
+
+def test_orders_of_different_keys_have_nothing_in_common() -> None:
+    size, keys = 1_000, [(0, 0), (0, 1), (1, 0), (1, 1)]
+    orders = [permuted(np.arange(size), size, *key) for key in keys]
+    for i, one in enumerate(orders):
+        assert abs(np.corrcoef(one, np.arange(size))[0, 1]) < 0.15  # 4.7 standard deviations
+        for other in orders[:i]:
+            assert (one == other).sum() < 10  # 1 is expected
+
+
+def test_everything_is_equally_often_first() -> None:
+    firsts = [int(permuted(np.array([0]), 5, seed)[0]) for seed in range(2_000)]
+    assert np.bincount(firsts, minlength=5) == pytest.approx([400] * 5, abs=90)  # 5 standard deviations
+
+
+@given(size=st.integers(1, 60), batch_size=st.integers(1, 40), seed=KEY)
+def test_an_epoch_has_every_window_once(size: int, batch_size: int, seed: int) -> None:
+    steps = -(-3 * size // batch_size)
+    found = np.concatenate(
+        [shuffled(size, np.arange(s * batch_size, (s + 1) * batch_size), seed) for s in range(steps)]
+    )
+    for epoch in range(3):
+        assert sorted(found[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+@given(size=st.integers(1, 60), batch_size=st.integers(1, 20), seed=KEY)
+def test_rows_that_read_on_read_the_next_window(size: int, batch_size: int, seed: int) -> None:
+    if size < batch_size:
+        with pytest.raises(ValueError, match=f"batch_size is {batch_size}, but must be at most {size} with"):
+            consecutive(size, step=0, batch_size=batch_size, seed=seed)
+        return
+    steps = size // batch_size
+    batches = [consecutive(size, step=s, batch_size=batch_size, seed=seed) for s in range(2 * steps)]
+    for step, (before, now) in enumerate(pairwise(batches), 1):
+        follows = now.numbers == before.numbers + 1
+        assert (follows >= now.continues).all()
+        # A row stops reading on at the end of an epoch, and at the end of the text.
+        assert (now.continues | (now.numbers == 0) | (step % steps == 0)).all()
+    assert not batches[0].continues.any()
+    for epoch in (batches[:steps], batches[steps:]):
+        numbers = np.concatenate([batch.numbers for batch in epoch])
+        assert len(set(numbers.tolist())) == steps * batch_size
+
+
+@given(
+    weights=st.lists(st.floats(1e-4, 10), min_size=1, max_size=6),
+    batch_size=st.integers(100, 5_000),
+    seed=KEY,
+)
+def test_sources_have_their_shares_and_count_their_rows(
+    weights: list[float], batch_size: int, seed: int
+) -> None:
+    steps = 2 * BLOCK // batch_size + 1
+    drawn = [drawn_sources(weights, step=s, batch_size=batch_size, seed=seed) for s in range(steps)]
+    sources, before = (np.concatenate(parts) for parts in zip(*drawn, strict=True))
+    for source in range(len(weights)):
+        ranks = before[sources == source]
+        assert ranks.tolist() == list(range(len(ranks)))  # no row of a source is left out or repeated
+    assert len(sources) >= 2 * BLOCK
+    shares = np.bincount(sources[: 2 * BLOCK], minlength=len(weights)) / (2 * BLOCK)
+    assert shares == pytest.approx(np.array(weights) / sum(weights), abs=len(weights) / BLOCK)
+    again = drawn_sources(weights, step=steps - 1, batch_size=batch_size, seed=seed)
+    assert all(map(np.array_equal, again, drawn[-1]))
+
+
+def test_sources_are_mixed_differently_by_each_seed() -> None:
+    one, other = (drawn_sources([1, 1], step=0, batch_size=1_000, seed=seed)[0] for seed in (0, 1))
+    assert 400 < (one == other).sum() < 600
+    assert 400 < (one[1:] != one[:-1]).sum() < 600  # not in turns
