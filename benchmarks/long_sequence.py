@@ -76,7 +76,7 @@ def measured(chosen: argparse.Namespace) -> dict[str, float]:
     for start in range(0, updates * length, length):
         batch = Batch(ids[None, start : start + length], ids[None, start + 1 : start + length + 1])
         optimizer.zero_grad()
-        loss = add_gradient(model, batch, 1.0, config, torch.device("cpu"))
+        loss, _ = add_gradient(model, batch, 1.0, config, torch.device("cpu"))
         optimizer.step()
     seconds = time.perf_counter() - began
     tokens = updates * length

@@ -81,6 +81,8 @@ class Batch(NamedTuple):
         key_padding_mask: True where `inputs` has padding; None where no row has any.
         cu_seqlens: int32 `[N+1]`, where each of N sequences begins, counted through the rows `[B,T]` laid end
             to end; every row begins one. None where every row is one sequence.
+        continues: bool `[B]`, True where a row reads on where the same row of the batch before ended. None
+            where no row ever does.
     """
 
     inputs: "Tensor"

@@ -1,5 +1,6 @@
 """States put aside in a temporary file, so that memory does not grow with their number."""
 
+import math
 import tempfile
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ class _Place(NamedTuple):
     """Where the tensors of a state are, and what they are."""
 
     offset: int
-    like: list[Tensor]  # on the device "meta"
+    tensors: list[tuple[tuple[int, ...], torch.dtype]]  # not as tensors of "meta", which are memory too
 
 
 class KeptStates:
@@ -38,22 +39,21 @@ class KeptStates:
             OSError: the disk is full.
         """
         tensors = list(leaves(state).values())
-        like = [torch.empty_like(x, device="meta") for x in tensors]
-        self._places.append(_Place(self._file.seek(0, 2), like))
+        self._places.append(_Place(self._file.seek(0, 2), [(tuple(x.shape), x.dtype) for x in tensors]))
         for x in tensors:
             self._file.write(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def pop(self, like: State) -> State:
         """Take back the last state that is left, in the structure and on the device of `like`."""
-        offset, metas = self._places.pop()
+        offset, shapes = self._places.pop()
         self._file.seek(offset)
-        tensors = map(self._read, metas)
+        tensors = (self._read(*shape) for shape in shapes)
         return map_tensors(lambda x: next(tensors).to(x.device), like)
 
     def close(self) -> None:
         """Drop all states."""
         self._file.close()
 
-    def _read(self, meta: Tensor) -> Tensor:
-        content = np.frombuffer(bytearray(self._file.read(meta.numel() * meta.element_size())), np.uint8)
-        return torch.from_numpy(content).view(meta.dtype).reshape(meta.shape)
+    def _read(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        content = bytearray(self._file.read(math.prod(shape) * dtype.itemsize))
+        return torch.from_numpy(np.frombuffer(content, np.uint8)).view(dtype).reshape(shape)

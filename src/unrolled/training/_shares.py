@@ -31,22 +31,27 @@ class Share(NamedTuple):
 def check_divisible(config: TrainConfig, processes: Processes) -> None:
     """Raise ValueError unless the batches can be dealt out evenly to the processes, and the weights too."""
     size, rows = processes.size, config.batch_size
-    if rows % size and config.accumulate % size:
+    if rows % size and (config.accumulate % size or config.carry_state):
         raise ValueError(
-            f"batch_size is {rows}, but must be a multiple of {size}, the number of processes, or accumulate "
-            "must be"
+            f"batch_size is {rows}, but must be a multiple of {size}, the number of processes"
+            + ("" if config.carry_state else ", or accumulate must be")
         )
     if size % config.shard:
         raise ValueError(f"shard is {config.shard}, but must divide the number of processes, which is {size}")
 
 
-def shares(batches: Sequence[Batch], processes: Processes) -> tuple[list[Share], bool]:
+def shares(
+    batches: Sequence[Batch], processes: Processes, *, in_rows: bool = False
+) -> tuple[list[Share], bool]:
     """Return what this process computes in an update, and whether those are whole micro-batches.
 
-    Each process gets as many batches. Micro-batches without targets are left out.
+    Each process gets as many batches. Micro-batches without targets are left out. With `in_rows`, a process
+    gets its rows of every micro-batch, with or without targets.
     """
     counts = [count_targets(batch) for batch in batches]
     total = sum(counts)
+    if in_rows:
+        return [_own(batch, processes, total) for batch in batches if total], False
     used = [(batch, count) for batch, count in zip(batches, counts, strict=True) if count]
     if len(used) % processes.size == 0:
         return [Share(batch, count / total) for batch, count in used[processes.rank :: processes.size]], True
@@ -63,14 +68,21 @@ def rows(batch: Batch, start: int, stop: int) -> Batch:
     return batch._replace(**cut)
 
 
+def _own(batch: Batch, processes: Processes, total: int) -> Share:
+    """Return the rows of this process."""
+    n = len(batch.targets)
+    own = rows(batch, n * processes.rank // processes.size, n * (processes.rank + 1) // processes.size)
+    return Share(own, count_targets(own) / total)
+
+
 def _rows_of(batch: Batch, processes: Processes, total: int) -> Share:
     """Return the rows of this process; a row of another one, with weight 0, where none has a target.
 
     Each process must take part in the exchange of gradients, and a loss over no target may be NaN.
     """
+    own = _own(batch, processes, total)
+    if own.weight:
+        return own
     n = len(batch.targets)
-    own = rows(batch, n * processes.rank // processes.size, n * (processes.rank + 1) // processes.size)
-    if count := count_targets(own):
-        return Share(own, count / total)
     row = int(torch.nonzero((batch.targets != IGNORED).reshape(n, -1).any(1))[0])
     return Share(rows(batch, row, row + 1), 0.0)

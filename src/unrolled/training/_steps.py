@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from unrolled.ops.random_features import Projection
 from unrolled.training import checkpoint
 from unrolled.training._shares import shares
 from unrolled.training.averaging import average, averaged_copy, tensors_of
+from unrolled.training.carrying import check_carried, entering
 from unrolled.training.checkpoint import TrainState
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import count_targets
@@ -22,7 +23,7 @@ from unrolled.training.gradients import add_gradient
 from unrolled.training.interfaces import Recomputes, Trainable
 from unrolled.training.optim import Schedule, build_optimizers
 from unrolled.training.processes import ALONE, Processes
-from unrolled.training.segments import check_continues
+from unrolled.training.segments import Continues, check_continues
 from unrolled.training.spread import spread, whole
 
 
@@ -57,14 +58,21 @@ def go_back(run_dir: Path, state: TrainState, identity: Mapping[str, object], co
     return resumed
 
 
-def fit(model: Trainable, config: TrainConfig) -> None:
+def fit(model: Trainable, dataset: Dataset, config: TrainConfig) -> None:
     """Check that the model can be trained as the config asks for; turn on what it asks for.
 
     Raises:
-        UnsupportedError: the model cannot recompute activations, or has no state to go on from.
+        UnsupportedError: the model cannot recompute activations, or has no state to go on from, or sharded
+            models cannot read packed sequences in segments.
+        ValueError: the rows of the data do not read on, but states are to be carried.
     """
+    first = dataset.batch("train", step=0, batch_size=config.batch_size, seed=config.seed)
     if config.segment is not None:
         check_continues(model)
+        if config.shard > 1 and first.cu_seqlens is not None:  # processes would gather weights at other times
+            raise UnsupportedError("packed sequences need shard=1 to be read in segments")
+    if config.carry_state:
+        check_carried(model, first)
     if config.gradient_checkpointing:
         if not isinstance(model, Recomputes):
             name = type(model).__name__
@@ -108,7 +116,7 @@ def update(
         dataset.batch("train", step=micro_step, batch_size=config.batch_size, seed=config.seed)
         for micro_step in range(step * config.accumulate, (step + 1) * config.accumulate)
     ]
-    own, whole_batches = shares(batches, processes)
+    own, whole_batches = shares(batches, processes, in_rows=config.carry_state)
     if not own:
         raise processes.fail(
             ValueError(f"the training batch of step {step + 1} has no target to predict: all are {IGNORED}")
@@ -122,7 +130,11 @@ def update(
     for number, (batch, weight) in enumerate(own, start=1):
         # weighed by targets, the sum is the mean over the large batch that is accumulated
         last = number == len(own)
-        parts.append(add_gradient(model, batch, weight, config, state.device, accumulating, last=last))
+        start = entering(cast(Continues, state.model), batch, state.carried) if config.carry_state else None
+        loss, state.carried = add_gradient(
+            model, batch, weight, config, state.device, accumulating, last=last, state=start
+        )
+        parts.append(loss)
     counted = [int(x) - b for x, b in zip(counters, before, strict=True)]
     total, *sums = processes.sum([torch.stack(parts).sum().item(), *counted, *tell()])
     for x, b, count in zip(counters, before, sums[: len(counted)], strict=True):

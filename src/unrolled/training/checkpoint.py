@@ -6,6 +6,7 @@ is resumed on any number of processes. Names of the tensors:
     model.<name>                 parameters and buffers, shared ones once
     average.<name>               their moving averages, if the run has them
     optimizer.<name>.<moment>    optimiser state of a parameter, its step counter included
+    carried.<tensor>             the states that rows go on from, of all rows, if the run carries them
     rng.cpu, rng.cuda            state of torch's generators, uint8
 
 Its metadata holds one JSON document: the progress, the schedule, and the identity of the run (see `load`).
@@ -16,18 +17,19 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from unrolled.files import DIGEST_KEY, load_tensors, read_header, save_tensors
 from unrolled.folders import replacing_files
-from unrolled.training import _sharded
+from unrolled.training import _sharded, carrying
 from unrolled.training.averaging import tensors_of
 from unrolled.training.interfaces import Trainable
 from unrolled.training.optim import Schedule, ScheduleState
 from unrolled.training.processes import ElsewhereError, Processes
+from unrolled.training.segments import Continues
 from unrolled.training.spread import Spread, local, part_of
 
 FILE = "last.safetensors"
@@ -82,7 +84,8 @@ class TrainState:
     """The state of a run, except the global random generators.
 
     `averaged` is a copy of the model whose weights are moving averages, if the config has `ema`. `spread`
-    says how both are spread over `processes`.
+    says how both are spread over `processes`. `carried` is the state that the rows of this process go on
+    from, if the config has `carry_state`.
     """
 
     model: Trainable
@@ -92,6 +95,7 @@ class TrainState:
     spread: Spread
     processes: Processes
     averaged: Trainable | None = None
+    carried: Any = None
     progress: Progress = field(default_factory=Progress)
 
     def evaluated(self) -> Trainable:
@@ -131,6 +135,7 @@ def save(
         names = _parameter_names(optimizer)
         for index, moments in optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{names[index]}.{key}": x for key, x in moments.items()}
+    tensors |= carrying.to_tensors(state.carried, state.processes)
     tensors["rng.cpu"] = torch.get_rng_state()
     if state.device.type == "cuda":
         tensors["rng.cuda"] = torch.cuda.get_rng_state(state.device)
@@ -230,6 +235,7 @@ def _restore(state: TrainState, tensors: Mapping[str, Tensor], document: Mapping
         restored["state"] = {index: moments[name] for index, name in names if name in moments}
         optimizer.load_state_dict(restored)
     state.schedule.state = ScheduleState(**document["schedule"])
+    state.carried = carrying.of_tensors(cast(Continues, state.model), tensors, state.processes)
     progress = document["progress"]
     state.progress = Progress(**progress | {"recent": Recent(**progress["recent"])})
     torch.set_rng_state(tensors["rng.cpu"])

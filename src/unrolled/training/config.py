@@ -52,6 +52,9 @@ class TrainConfig(Checked):
             sequence: in the memory of one segment and the time of another forward pass. If the state of the
             model grows, one for each segment is kept in a temporary file. None reads sequences whole. See
             `unrolled.training.segments`.
+        carry_state: start rows of a batch that read on where those of the batch before ended from the state
+            there, without a gradient to it (`unrolled.training.carrying`). The data set must be one of such
+            rows, as with `data.order=consecutive`.
         redraw_every: updates after which random features (`performer`, `rfa`) get other rows; None keeps the
             first ones.
         threads: CPU threads of torch; None leaves them as they are.
@@ -87,6 +90,7 @@ class TrainConfig(Checked):
     redraw_every: Size | None = None
     segment: Size | None = None
     shard: Size = 1
+    carry_state: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.betas, list):  # from YAML or JSON

@@ -88,7 +88,7 @@ def dry_run(
         FloatingPointError: a loss or the gradient is not finite.
         UnsupportedError: the model cannot recompute activations.
     """
-    _steps.fit(model, config)
+    _steps.fit(model, dataset, config)
     device = _steps.device_of(model)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

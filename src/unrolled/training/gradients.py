@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,24 +23,29 @@ def add_gradient(
     accumulating: Callable[[], AbstractContextManager[object]] = nullcontext,
     *,
     last: bool = True,
-) -> Tensor:
+    state: Any = None,
+) -> tuple[Tensor, Any]:
     """Add the gradient of `weight` times the loss of a micro-batch to the gradients of the parameters.
 
     Args:
         model: what is trained.
-        batch: has at least one target.
+        batch: what the loss is of.
         weight: of its mean loss, such as its part of all targets.
         config: `segment` and `bf16`.
         device: of the model.
         accumulating: makes a context for forward and backward passes that are not the last of an update.
         last: whether this micro-batch is.
+        state: what the rows go on from; None for nothing.
 
     Returns:
-        The weighted loss, without a graph.
+        The weighted loss and, if `state` is given, the state at the end of the rows, without graphs.
     """
+    scale = weight / max(count_targets(batch), 1)
+    if state is not None:
+        return segments_of(model, batch, config, device).add_gradient(scale, state, accumulating, last=last)
     if config.segment is None:
-        return _whole(model, batch, weight, config, device, nullcontext() if last else accumulating())
-    scale, cut, losses = weight / count_targets(batch), list(pieces(batch, config.segment)), []
+        return _whole(model, batch, weight, config, device, nullcontext() if last else accumulating()), None
+    cut, losses = list(pieces(batch, config.segment)), []
     for number, piece in enumerate(cut, start=1):
         final = last and number == len(cut)
         if piece.inputs.shape[1] > config.segment:
@@ -49,7 +55,7 @@ def add_gradient(
             context = nullcontext() if final else accumulating()
             loss = _whole(model, piece, scale * count_targets(piece), config, device, context)
         losses.append(loss)
-    return torch.stack(losses).sum()
+    return torch.stack(losses).sum(), None
 
 
 def _whole(

@@ -105,7 +105,7 @@ def train(
     ):
         with processes.agreed():
             check_divisible(config, processes)
-            _steps.fit(model, config)
+            _steps.fit(model, dataset, config)
             # draws a batch first, so that a failure creates no folder
             identity = _steps.identity_of(model, dataset, config)
         _steps.check_same(model, identity, processes)

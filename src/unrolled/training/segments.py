@@ -25,6 +25,7 @@ from unrolled.contract import IGNORED, Batch, UnsupportedError
 from unrolled.ops.replay import Replay
 from unrolled.ops.state import leaves, map_tensors
 from unrolled.training._kept_states import KeptStates
+from unrolled.training.spread import whole
 
 
 @runtime_checkable
@@ -43,15 +44,25 @@ class Continues(Protocol):
         """Return the mean loss over the targets of tokens that follow a state, and the new state."""
 
 
-def check_continues(model: object) -> None:
-    """Raise UnsupportedError if the loss of a model does not go on from a state."""
+def check_continues(model: object) -> Any:
+    """Return the state of a model after one token.
+
+    Raises:
+        UnsupportedError: its loss does not go on from a state.
+    """
     if not isinstance(model, Continues):
         name = type(model).__name__
-        raise UnsupportedError(f"{name} has no state that a loss could go on from: use segment=None")
+        raise UnsupportedError(f"{name} has no state to go on from: use segment=None, carry_state=False")
     state = model.init_state(1)
     token = torch.zeros(1, 1, dtype=torch.long, device=next(iter(leaves(state).values())).device)
     with torch.no_grad():
-        model.loss_from(token, token, state, key_padding_mask=None)
+        return model.loss_from(token, token, state, key_padding_mask=None)[1]
+
+
+def empty_state(model: Continues, rows: int) -> Any:
+    """Return the state before the first token of so many rows, in tensors that are not sharded."""
+    with torch.no_grad():
+        return map_tensors(whole, model.init_state(rows))
 
 
 def pieces(batch: Batch, length: int) -> Iterator[Batch]:
@@ -108,17 +119,15 @@ class Segments:
 
     def start(self) -> Any:
         """Return the state before the first token of the rows."""
-        with torch.no_grad():
-            return self._model.init_state(len(self._inputs))
+        return empty_state(self._model, len(self._inputs))
 
     def loss(self, state: Any) -> Tensor:
         """Return the sum of the losses of the targets, in nats, going on from `state`; without a graph."""
-        losses = []
+        losses = self._inputs.new_zeros(len(self), dtype=torch.float64)
         with torch.no_grad():
             for i in range(len(self)):
-                loss, state = self._loss(i, state)
-                losses.append(loss)
-        return torch.stack(losses).sum()
+                losses[i], state = self._loss(i, state)
+        return losses.sum()
 
     def add_gradient(
         self,
@@ -142,7 +151,8 @@ class Segments:
         Raises:
             OSError: the disk has no room for the states.
         """
-        final, losses, replays = len(self) - 1, list[Tensor](), list[Replay]()
+        final, replays = len(self) - 1, list[Replay]()
+        losses = self._inputs.new_zeros(len(self), dtype=torch.float64)
         with closing(KeptStates()) as kept:
             with torch.no_grad():
                 for i in range(final):
@@ -159,9 +169,9 @@ class Segments:
                         loss, after = self._loss(i, before)
                         end = _detached(after)
                     _back_propagate(loss * scale, after, gradients)
-                losses.append(loss.detach() * scale)
+                losses[i] = loss.detach() * scale
                 gradients = [x.grad for x in leaves(before).values()]
-        return torch.stack(losses).sum(), end
+        return losses.sum(), end
 
     def _read(self, i: int, state: Any) -> Any:
         """Return the state after segment i."""

@@ -1,0 +1,76 @@
+"""Truncated back-propagation: the state of each row goes on from batch to batch, without its gradient.
+
+    s_t = f(x_t, s_{t-1}),    L = sum_t l(x_t, s_{t-1}),    ds_{t-1}/dtheta taken as 0 in the gradient of l
+
+A row of a batch that reads on where the same row of the batch before ended (`Batch.continues`) starts from
+the state there, any other from the empty one. Williams and Peng 1990, "An Efficient Gradient-Based Algorithm
+for On-Line Training of Recurrent Network Trajectories". The gradient of whole sequences is that of
+`unrolled.training.segments`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unrolled.contract import Batch, UnsupportedError
+from unrolled.ops.state import leaves, map_tensors
+from unrolled.training.processes import Processes
+from unrolled.training.segments import Continues, check_continues, empty_state
+
+PREFIX = "carried."
+"""Of the names of these tensors in a checkpoint."""
+
+
+def check_carried(model: object, batch: Batch) -> None:
+    """Check that the states of a model can be carried through batches like `batch`.
+
+    Raises:
+        ValueError: the rows of the data do not read on.
+        UnsupportedError: the model has no state, or one that grows.
+    """
+    if batch.continues is None or batch.cu_seqlens is not None:
+        raise ValueError(
+            "carry_state is True, but the rows of the data do not read on from batch to batch: use "
+            "data.order=consecutive, without packed documents"
+        )
+    after = check_continues(model)
+    before = model.init_state(1)  # type: ignore[attr-defined]
+    if any(x.shape != y.shape for x, y in zip(leaves(before).values(), leaves(after).values(), strict=True)):
+        raise UnsupportedError(
+            f"carry_state is True, but the state of this {type(model).__name__} grows with every token: use "
+            "mechanisms whose state is constant (`unrolled list`)"
+        )
+
+
+def entering(model: Continues, batch: Batch, carried: Any) -> Any:
+    """Return the state before a batch: of rows that read on, what was carried to them."""
+    empty, reads_on = empty_state(model, len(batch.inputs)), batch.continues
+    if carried is None or reads_on is None:
+        return empty
+    kept = iter(leaves(carried).values())
+
+    def chosen(x: Tensor) -> Tensor:
+        return torch.where(reads_on.to(x.device).view(-1, *[1] * (x.dim() - 1)), next(kept), x)
+
+    return map_tensors(chosen, empty)
+
+
+def to_tensors(carried: Any, processes: Processes) -> dict[str, Tensor]:
+    """Name the tensors of what is carried, with the rows of all processes; none before the first update."""
+    if carried is None:
+        return {}
+    own = {f"{PREFIX}{name}": x.cpu() for name, x in leaves(carried).items()}
+    parts = processes.gather(own)
+    return {name: torch.cat([part[name] for part in parts]) for name in own}
+
+
+def of_tensors(model: Continues, tensors: Mapping[str, Tensor], processes: Processes) -> Any:
+    """Take the rows of this process from what `to_tensors` returned; None where there are none."""
+    found = {name: x for name, x in tensors.items() if name.startswith(PREFIX)}
+    if not found:
+        return None
+    like = empty_state(model, 1)
+    rows = iter([found[f"{PREFIX}{name}"].chunk(processes.size)[processes.rank] for name in leaves(like)])
+    return map_tensors(lambda x: next(rows).to(x.device, copy=True), like)
