@@ -9,7 +9,7 @@ CPP := $(wildcard native/*.h native/*.cc native/check/*)
 # One thread per process: the tests run side by side, and oversubscribed threads only slow them down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 
-.PHONY: demo test test-compilers test-documents fuzz test-oracles test-ray test-serve test-store test-web test-wheel test-native test-neon wheel check format docs bench clean
+.PHONY: demo test test-compilers test-documents fuzz test-oracles test-ray test-scale test-serve test-store test-web test-wheel test-native test-neon wheel check format docs bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/unrolled demo $(ARGS)
@@ -42,6 +42,10 @@ test-store: $(VENV)/store
 # Two replicas by Ray Serve, where nothing but this machine can be reached: wants unshare, ip, ss and ps.
 test-ray: $(VENV)/ray
 	unshare --map-root-user --net sh -c 'ip link set lo up && $(PYTEST) -m ray tests/serving'
+
+# Training by torchrun: ten processes killed, every signal, every model and mechanism sharded. Four processes.
+test-scale: $(VENV)/installed
+	$(PYTEST) -m scale
 
 # The server asked by openai, lm_eval, langchain and schemathesis: 300 cases, or SCHEMATHESIS_CASES=2000.
 test-serve: $(VENV)/clients

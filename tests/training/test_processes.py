@@ -1,6 +1,7 @@
 """Training on 2 and 4 processes is training on one: the same losses, checkpoints, figures, files and errors."""
 
 import json
+import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -236,3 +237,19 @@ def test_four_processes_are_one(on_two, alone, tmp_path):
         assert apart(one, tmp_path / name) < LOSS
         assert max(far(weights, x[name][1]) for x in found) < WEIGHT
     resumed_as_one(tmp_path / "resumed", [x["resumed"] for x in found], alone)
+
+
+def test_of_two_checkpoints_the_later_one_counts(on_two, tmp_path):
+    """As after a crash between the writing of one and the removal of the other."""
+    shutil.copytree(on_two[0] / "shards", tmp_path / "run")
+    shutil.copy(on_two[0] / "copies" / "last.safetensors", tmp_path / "run")
+    for later, earlier in (("last.json", "last.safetensors"), ("last.safetensors", "last.json")):
+        shutil.copytree(tmp_path / "run", tmp_path / later)
+        (tmp_path / later / later).touch()
+        os.utime(tmp_path / later / earlier, (0, 0))
+        content = bytearray((tmp_path / later / earlier).read_bytes())
+        content[len(content) // 2] ^= 255  # which would be noticed
+        (tmp_path / later / earlier).write_bytes(content)
+        os.utime(tmp_path / later / earlier, (0, 0))
+        assert trained(0, tmp_path / later, dict(RESUMED))[2].steps == 16
+        assert not (tmp_path / later / "last.json").exists()

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unrolled.training._meeting import met
+
 T = TypeVar("T")
 
 
@@ -136,7 +138,9 @@ def joined() -> Iterator[Processes]:
         local = int(os.environ.get("LOCAL_RANK", "0"))
         if cuda and local < torch.cuda.device_count():
             torch.cuda.set_device(local)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        store, rank, size = met()
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         yield ALONE
         return
