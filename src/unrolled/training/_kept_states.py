@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unrolled.ops.state import State, leaves, map_tensors
 
-IN_MEMORY = 2**25
+IN_MEMORY = 2**23
 """Bytes that are held in memory before all goes to the file."""
 
 
