@@ -219,7 +219,7 @@ def test_a_mixture_is_planned_and_trained(corpus, tmp_path):
         (["{x}/none.txt"], "none.txt is missing"),
         (["{x}"], "is a folder, but must be a file"),
         (["{x}/a.txt", "{x}/./a.txt"], "a file is named twice"),
-        (["{x}/a.txt", "--vocab-size", "256"], "--vocab-size is 256, but must be at least 257"),
+        (["{x}/a.txt", "--vocab-size", "256"], "--vocab-size is 256, but must be from 257"),
         (["{x}/a.txt", "--tokenizer", "bytes", "--vocab-size", "300"], "--vocab-size is for --tokenizer bpe"),
         (["{x}/a.txt", "--tokenizer", "nowhere.json"], "nowhere.json is missing"),
         (["{x}/a.txt", "--end", "</s>"], "--end is for a tokenizer.json"),

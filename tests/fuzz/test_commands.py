@@ -60,6 +60,7 @@ POSITIONAL = {
     "table": [],
     "export": [RUN, OUT],
     "serve": [RUN],
+    "tokenize": [(["{world}/text.txt"], ["{world}/none", "{world}/empty", "{world}", ""])],
 }
 OPTIONS = {
     "train": {
@@ -201,6 +202,19 @@ OPTIONS = {
         "--data-dir": (["{world}"], []),
         "--force": FORCE,
     },
+    "tokenize": {
+        "--out": (["{out}"], ["{world}/text.txt/x", "{world}/model", ""]),
+        "--tokenizer": (["bytes"], ["words", "{world}/none", "{world}/text.txt", ""]),
+        "--vocab-size": (["300"], ["256", *COUNT[1]]),
+        "--sample": (["1000"], ["0", "-1", "1.5", *NO_NUMBER]),
+        "--field": (["text"], []),
+        "--separator": (["x"], [""]),
+        "--end": (["<end>"], [""]),
+        "--val-fraction": (["0.5"], ["0", "1", "-1", "2", "inf", *NO_NUMBER]),
+        "--jobs": COUNT,
+        "--shard-tokens": (["1000"], COUNT[1]),
+        "--force": FORCE,
+    },
     "table": {"--markdown": FLAG, "--lengths": LENGTHS, "--measure": FLAG},
     "export": {
         "--opset": (["20"], ["0", "19", "26", "1.5", *NO_NUMBER]),
@@ -215,7 +229,7 @@ OPTIONS = {
     },
 }
 # Longer than a case may take, unless something in the line is refused.
-ONLY_REFUSED = {"demo", "serve", "bench", "compare", "linearize", "attend", "export"}
+ONLY_REFUSED = {"demo", "serve", "bench", "compare", "linearize", "attend", "export", "tokenize"}
 MAY_BE_MISSING = {"info", "bench", "compare"}
 SLOW_FLAGS = {"--aot", "--web", "--measure", "--int8", "--fused", "--list", "--tensorboard"}
 SETTINGS = {

@@ -316,7 +316,8 @@ def test_clients_take_turns():
 
     async def go():
         first = engine.submit(job(model, [1], 200, client="a"))
-        others = [engine.submit(job(model, [1], 2, client=client)) for client in "aaab"]
+        # Long enough that they are not told of in one turn of a loop that the machine has held up.
+        others = [engine.submit(job(model, [1], 1_000, client=client)) for client in "aaab"]
         names = ["first", "a1", "a2", "a3", "b1"]
         await asyncio.gather(*(follow(*pair) for pair in zip(names, [first, *others], strict=True)))
 

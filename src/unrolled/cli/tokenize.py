@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from unrolled.data import CorpusIndex
 
 LEARNED = ("bpe", "bytes")
+LARGEST_VOCABULARY = 2**24  # far above what anybody learns, and what the library can hold
 
 
 def tokenize(
@@ -142,10 +143,10 @@ def _check(tokenizer: str, *, vocab_size: int | None, sample: int | None, end: s
                 raise ValueError(f"{name} is for --tokenizer bpe, but it is {tokenizer}")
     if tokenizer in LEARNED and end is not None:
         raise ValueError(f"--end is for a tokenizer.json, but --tokenizer is {tokenizer}")
-    if vocab_size is not None and vocab_size < SMALLEST_VOCABULARY:
+    if vocab_size is not None and not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:
         raise ValueError(
-            f"--vocab-size is {vocab_size}, but must be at least {SMALLEST_VOCABULARY}: "
-            "256 bytes, and the end of a document"
+            f"--vocab-size is {vocab_size}, but must be from {SMALLEST_VOCABULARY} (256 bytes, and the end of "
+            f"a document) to {LARGEST_VOCABULARY}"
         )
     if sample is not None and sample < 1:
         raise ValueError(f"--sample is {sample}, but must be at least 1")
