@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -164,5 +165,7 @@ def test_wrong_settings_are_one_sentence_and_exit_code_2(tmp_path, changes, sent
         _, said = started.communicate(timeout=60)
     assert said.count("error: ") == 1
     assert sentence in said
-    assert said.count("exitcode  : 2") == 2
+    codes = re.findall(r"exitcode +: (-?\d+)", said)
+    assert "2" in codes
+    assert set(codes) <= {"2", "-15"}  # torchrun ends what still runs once it has seen one fail
     assert not (tmp_path / "run").exists()

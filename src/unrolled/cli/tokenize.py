@@ -145,8 +145,8 @@ def _check(tokenizer: str, *, vocab_size: int | None, sample: int | None, end: s
         raise ValueError(f"--end is for a tokenizer.json, but --tokenizer is {tokenizer}")
     if vocab_size is not None and not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:
         raise ValueError(
-            f"--vocab-size is {vocab_size}, but must be from {SMALLEST_VOCABULARY} (256 bytes, and the end of "
-            f"a document) to {LARGEST_VOCABULARY}"
+            f"--vocab-size is {vocab_size}, but must be from {SMALLEST_VOCABULARY} (256 bytes, and the end "
+            f"of a document) to {LARGEST_VOCABULARY}"
         )
     if sample is not None and sample < 1:
         raise ValueError(f"--sample is {sample}, but must be at least 1")
