@@ -77,7 +77,7 @@ class Batch(NamedTuple):
 
     Attributes:
         inputs: the inputs of the model.
-        targets: the targets; -100 (`IGNORED`) where nothing is predicted.
+        targets: the targets; -100 (`IGNORED`) where nothing is predicted, as at padding.
         key_padding_mask: True where `inputs` has padding; None where no row has any.
         cu_seqlens: int32 `[N+1]`, where each of N sequences begins, counted through the rows `[B,T]` laid end
             to end; every row begins one. None where every row is one sequence.

@@ -8,6 +8,8 @@ all of them without asking. There are two ways to deal them out:
 
 The first keeps matrices large and moves the weights of a sharded model less often. With one micro-batch for
 each of two processes, its sum of gradients is that of one process in every bit.
+
+Processes that share sequences, a team, have the same share, of which each reads a slice.
 """
 
 from collections.abc import Sequence
@@ -31,13 +33,20 @@ class Share(NamedTuple):
 def check_divisible(config: TrainConfig, processes: Processes) -> None:
     """Raise ValueError unless the batches can be dealt out evenly to the processes, and the weights too."""
     size, rows = processes.size, config.batch_size
-    if rows % size and (config.accumulate % size or config.carry_state):
+    for name in ("shard", "sequence"):
+        if size % (found := getattr(config, name)):
+            raise ValueError(f"{name} is {found}, but must divide the number of processes, which is {size}")
+    teams = size // config.sequence
+    if rows % teams and (config.accumulate % teams or config.carry_state):
         raise ValueError(
-            f"batch_size is {rows}, but must be a multiple of {size}, the number of processes"
+            f"batch_size is {rows}, but must be a multiple of {teams}, the number of processes"
+            + (f" over sequence = {config.sequence}" if config.sequence > 1 else "")
             + ("" if config.carry_state else ", or accumulate must be")
         )
-    if size % config.shard:
-        raise ValueError(f"shard is {config.shard}, but must divide the number of processes, which is {size}")
+    if config.segment is not None and config.segment % config.sequence:
+        raise ValueError(
+            f"segment is {config.segment}, but must be a multiple of sequence = {config.sequence}"
+        )
 
 
 def shares(
@@ -53,8 +62,8 @@ def shares(
     if in_rows:
         return [_own(batch, processes, total) for batch in batches if total], False
     used = [(batch, count) for batch, count in zip(batches, counts, strict=True) if count]
-    if len(used) % processes.size == 0:
-        return [Share(batch, count / total) for batch, count in used[processes.rank :: processes.size]], True
+    if len(used) % processes.teams == 0:
+        return [Share(batch, count / total) for batch, count in used[processes.team :: processes.teams]], True
     return [_rows_of(batch, processes, total) for batch, _ in used], False
 
 
@@ -70,8 +79,8 @@ def rows(batch: Batch, start: int, stop: int) -> Batch:
 
 def _own(batch: Batch, processes: Processes, total: int) -> Share:
     """Return the rows of this process."""
-    n = len(batch.targets)
-    own = rows(batch, n * processes.rank // processes.size, n * (processes.rank + 1) // processes.size)
+    n, team, teams = len(batch.targets), processes.team, processes.teams
+    own = rows(batch, n * team // teams, n * (team + 1) // teams)
     return Share(own, count_targets(own) / total)
 
 

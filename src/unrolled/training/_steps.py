@@ -24,6 +24,7 @@ from unrolled.training.interfaces import Recomputes, Trainable
 from unrolled.training.optim import Schedule, build_optimizers
 from unrolled.training.processes import ALONE, Processes
 from unrolled.training.segments import Continues, check_continues
+from unrolled.training.slices import check_slices
 from unrolled.training.spread import spread, whole
 
 
@@ -58,12 +59,12 @@ def go_back(run_dir: Path, state: TrainState, identity: Mapping[str, object], co
     return resumed
 
 
-def fit(model: Trainable, dataset: Dataset, config: TrainConfig) -> None:
+def fit(model: Trainable, dataset: Dataset, config: TrainConfig, processes: Processes = ALONE) -> None:
     """Check that the model can be trained as the config asks for; turn on what it asks for.
 
     Raises:
-        UnsupportedError: the model cannot recompute activations, or has no state to go on from, or sharded
-            models cannot read packed sequences in segments.
+        UnsupportedError: the model cannot recompute activations, or has no state to go on from, or cannot
+            read slices, or packed sequences are to be read in slices, or by sharded models in segments.
         ValueError: the rows of the data do not read on, but states are to be carried.
     """
     first = dataset.batch("train", step=0, batch_size=config.batch_size, seed=config.seed)
@@ -73,6 +74,8 @@ def fit(model: Trainable, dataset: Dataset, config: TrainConfig) -> None:
             raise UnsupportedError("packed sequences need shard=1 to be read in segments")
     if config.carry_state:
         check_carried(model, first)
+    if processes.ranks is not None:
+        check_slices(model, first, config, processes.ranks)
     if config.gradient_checkpointing:
         if not isinstance(model, Recomputes):
             name = type(model).__name__
@@ -132,10 +135,19 @@ def update(
         last = number == len(own)
         start = entering(cast(Continues, state.model), batch, state.carried) if config.carry_state else None
         loss, state.carried = add_gradient(
-            model, batch, weight, config, state.device, accumulating, last=last, state=start
+            model,
+            batch,
+            weight,
+            config,
+            state.device,
+            accumulating,
+            last=last,
+            state=start,
+            ranks=processes.ranks,
         )
         parts.append(loss)
-    counted = [int(x) - b for x, b in zip(counters, before, strict=True)]
+    once = processes.rank % processes.team_size == 0  # a team has made the same passes
+    counted = [(int(x) - b) * once for x, b in zip(counters, before, strict=True)]
     total, *sums = processes.sum([torch.stack(parts).sum().item(), *counted, *tell()])
     for x, b, count in zip(counters, before, sums[: len(counted)], strict=True):
         x.fill_(b + int(count))

@@ -63,7 +63,7 @@ def to_tensors(carried: Any, processes: Processes) -> dict[str, Tensor]:
         return {}
     own = {f"{PREFIX}{name}": x.cpu() for name, x in leaves(carried).items()}
     parts = processes.gather(own)
-    return {name: torch.cat([part[name] for part in parts]) for name in own}
+    return {name: torch.cat([part[name] for part in parts[:: processes.team_size]]) for name in own}
 
 
 def of_tensors(model: Continues, tensors: Mapping[str, Tensor], processes: Processes) -> Any:
@@ -72,5 +72,5 @@ def of_tensors(model: Continues, tensors: Mapping[str, Tensor], processes: Proce
     if not found:
         return None
     like = empty_state(model, 1)
-    rows = iter([found[f"{PREFIX}{name}"].chunk(processes.size)[processes.rank] for name in leaves(like)])
+    rows = iter([found[f"{PREFIX}{name}"].chunk(processes.teams)[processes.team] for name in leaves(like)])
     return map_tensors(lambda x: next(rows).to(x.device, copy=True), like)

@@ -60,6 +60,8 @@ class TrainConfig(Checked):
         threads: CPU threads of torch; None leaves them as they are.
         shard: processes over which one copy of the weights, gradients and optimiser is spread (FSDP2); there
             are as many copies as it divides the number of processes. 1 keeps a whole copy on each (DDP).
+        sequence: processes that share each sequence, of which every one reads a slice
+            (`unrolled.training.slices`). `segment` counts the tokens of all of them.
 
     Raises:
         ValueError: a value has another type or is out of range, or values do not fit each other.
@@ -91,6 +93,7 @@ class TrainConfig(Checked):
     segment: Size | None = None
     shard: Size = 1
     carry_state: bool = False
+    sequence: Size = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.betas, list):  # from YAML or JSON
@@ -108,11 +111,13 @@ class TrainConfig(Checked):
     def free_on_resume(self) -> frozenset[str]:
         """Name the fields that a resumed run may change, since they do not change what the weights become.
 
-        `threads`, `gradient_checkpointing`, `segment` and `shard` change at most the rounding. `steps` and
-        `seconds` bend the cosine, and the plateau schedule reacts at each evaluation, so those hold them and
-        `eval_every` fast. `eval_batches` is held because the best loss so far must stay comparable.
+        `threads`, `gradient_checkpointing`, `segment`, `shard` and `sequence` change at most the rounding.
+        `steps` and `seconds` bend the cosine, and the plateau schedule reacts at each evaluation, so those
+        hold them and `eval_every` fast. `eval_batches` is held because the best loss so far must stay
+        comparable.
         """
-        free = {"checkpoint_every", "log_every", "threads", "gradient_checkpointing", "segment", "shard"}
+        free = {"checkpoint_every", "log_every", "threads", "gradient_checkpointing"}
+        free |= {"segment", "shard", "sequence"}
         if self.schedule != "cosine":
             free |= {"steps", "seconds"}
         if self.schedule != "plateau":

@@ -1,8 +1,7 @@
 """The loss of a batch and of the validation split."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import cast
 
@@ -10,11 +9,13 @@ import torch
 from torch import Tensor
 
 from unrolled.contract import IGNORED, Batch, Dataset
+from unrolled.ops.sequence import Ranks, use
 from unrolled.training._session import own_random_state
 from unrolled.training.config import TrainConfig
 from unrolled.training.interfaces import Trainable
 from unrolled.training.processes import ALONE, Processes
 from unrolled.training.segments import Continues, Segments, pieces
+from unrolled.training.slices import slice_of
 
 
 class EvaluationStoppedError(Exception):
@@ -49,19 +50,19 @@ def evaluate(
     nats, targets = 0.0, 0
     with evaluating(model) as device:
         batches = islice(dataset.eval_batches(config.batch_size), config.eval_batches)
-        while some := list(islice(batches, processes.size)):
+        while some := list(islice(batches, processes.teams)):
             if stop():
                 raise EvaluationStoppedError
             counts = [count_targets(batch) for batch in some]
             if not any(counts):
                 continue
-            mine = processes.rank
+            mine = processes.team
             if mine >= len(some) or not counts[mine]:  # the others wait for this process all the same
                 mine = counts.index(max(counts))
-            losses = processes.gather(_mean_loss(model, some[mine], config, device))
-            for loss, count in zip(losses, counts, strict=False):
+            parts = processes.gather(_mean_loss(model, some[mine], config, device, processes.ranks))
+            for i, count in enumerate(counts):
                 if count:
-                    nats += loss * count
+                    nats += sum(parts[i * processes.team_size : (i + 1) * processes.team_size]) * count
                     targets += count
     if targets == 0:
         error = ValueError(f"the validation split has no target to predict: it is empty or all {IGNORED}")
@@ -82,8 +83,13 @@ def evaluating(model: Trainable) -> Iterator[torch.device]:
         model.train(was_training)
 
 
-def _mean_loss(model: Trainable, batch: Batch, config: TrainConfig, device: torch.device) -> float:
-    """Mean loss over the targets of a batch, of which there must be one, whole or by segments."""
+def _mean_loss(
+    model: Trainable, batch: Batch, config: TrainConfig, device: torch.device, ranks: Ranks | None
+) -> float:
+    """Mean loss over the targets of a batch, of which there must be one, or the part of a slice in it."""
+    if ranks is not None:
+        found = segments_of(model, batch, config, device, ranks)
+        return found.loss(found.start()).item() / count_targets(batch)
     if config.segment is None:
         return batch_loss(model, batch, config, device).item()
     nats = 0.0
@@ -96,12 +102,23 @@ def _mean_loss(model: Trainable, batch: Batch, config: TrainConfig, device: torc
     return nats / count_targets(batch)
 
 
-def segments_of(model: Trainable, batch: Batch, config: TrainConfig, device: torch.device) -> Segments:
-    """Cut the rows of a batch into segments, as the run says."""
+def segments_of(
+    model: Trainable, batch: Batch, config: TrainConfig, device: torch.device, ranks: Ranks | None = None
+) -> Segments:
+    """Cut the rows of a batch into segments, as the run says, and take the slices of this process."""
+    if ranks is not None:
+        batch = slice_of(batch, ranks, config.segment)
     padding = None if batch.key_padding_mask is None else batch.key_padding_mask.to(device)
     moved = Batch(batch.inputs.to(device), batch.targets.to(device), padding)
-    autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=config.bf16)
-    return Segments(cast(Continues, model), moved, config.segment or moved.inputs.shape[1], autocast)
+    length = moved.inputs.shape[1] if config.segment is None else config.segment // config.sequence
+
+    @contextmanager
+    def running() -> Iterator[None]:
+        shared = nullcontext() if ranks is None else use(ranks)
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16), shared:
+            yield
+
+    return Segments(cast(Continues, model), moved, length, running)
 
 
 def batch_loss(model: Trainable, batch: Batch, config: TrainConfig, device: torch.device) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from unrolled.contract import Batch
+from unrolled.ops.sequence import Ranks
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import batch_loss, count_targets, segments_of
 from unrolled.training.interfaces import Trainable
@@ -24,6 +25,7 @@ def add_gradient(
     *,
     last: bool = True,
     state: Any = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Tensor, Any]:
     """Add the gradient of `weight` times the loss of a micro-batch to the gradients of the parameters.
 
@@ -36,13 +38,17 @@ def add_gradient(
         accumulating: makes a context for forward and backward passes that are not the last of an update.
         last: whether this micro-batch is.
         state: what the rows go on from; None for nothing.
+        ranks: the processes that share the sequences, each adding the part of its slice.
 
     Returns:
         The weighted loss and, if `state` is given, the state at the end of the rows, without graphs.
     """
     scale = weight / max(count_targets(batch), 1)
-    if state is not None:
-        return segments_of(model, batch, config, device).add_gradient(scale, state, accumulating, last=last)
+    if state is not None or ranks is not None:
+        found = segments_of(model, batch, config, device, ranks)
+        start = found.start() if state is None else state
+        loss, end = found.add_gradient(scale, start, accumulating, last=last)
+        return loss, None if state is None else end
     if config.segment is None:
         return _whole(model, batch, weight, config, device, nullcontext() if last else accumulating()), None
     cut, losses = list(pieces(batch, config.segment)), []

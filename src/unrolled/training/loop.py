@@ -19,6 +19,7 @@ from unrolled.training.evaluation import EvaluationStoppedError, evaluate
 from unrolled.training.interfaces import Trainable
 from unrolled.training.log import RunLog, SilentLog, open_log, progress_bar
 from unrolled.training.processes import joined
+from unrolled.training.slices import teams
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,12 @@ def train(
     ):
         with processes.agreed():
             check_divisible(config, processes)
-            _steps.fit(model, dataset, config)
             # draws a batch first, so that a failure creates no folder
             identity = _steps.identity_of(model, dataset, config)
         _steps.check_same(model, identity, processes)
+        processes = stack.enter_context(teams(processes, config))
+        with processes.agreed():
+            _steps.fit(model, dataset, config, processes)
         with processes.agreed():
             if processes.first:
                 _make_folder(run_dir)

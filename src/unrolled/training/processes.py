@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unrolled.ops.sequence import Ranks
 from unrolled.training._meeting import met
 
 T = TypeVar("T")
@@ -33,11 +34,13 @@ class Processes:
         rank: number of this process, from 0.
         size: how many there are.
         group: over which they talk on the CPU; None where `size` is 1.
+        ranks: those that share sequences with this one, its team; None where each reads whole sequences.
     """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    ranks: Ranks | None = None
 
     @property
     def alone(self) -> bool:
@@ -48,6 +51,21 @@ class Processes:
     def first(self) -> bool:
         """Whether this process writes the files."""
         return self.rank == 0
+
+    @property
+    def team_size(self) -> int:
+        """How many processes share a sequence."""
+        return 1 if self.ranks is None else self.ranks.size
+
+    @property
+    def teams(self) -> int:
+        """How many teams share the rows of a batch."""
+        return self.size // self.team_size
+
+    @property
+    def team(self) -> int:
+        """The number of the team of this process."""
+        return self.rank // self.team_size
 
     def gather(self, value: T) -> list[T]:
         """Return the value of each process, in their order, on all of them."""

@@ -52,7 +52,9 @@ def check_continues(model: object) -> Any:
     """
     if not isinstance(model, Continues):
         name = type(model).__name__
-        raise UnsupportedError(f"{name} has no state to go on from: use segment=None, carry_state=False")
+        raise UnsupportedError(
+            f"{name} has no state to go on from: use segment=None, carry_state=False, sequence=1"
+        )
     state = model.init_state(1)
     token = torch.zeros(1, 1, dtype=torch.long, device=next(iter(leaves(state).values())).device)
     with torch.no_grad():
@@ -101,7 +103,7 @@ class Segments:
         model: what reads them.
         batch: `inputs` and `targets [B,T]` and perhaps a `key_padding_mask`, on the device of the model.
         length: tokens of a segment.
-        autocast: makes the context in which the model runs.
+        running: makes the context in which the model runs, such as that of autocast.
     """
 
     def __init__(
@@ -109,9 +111,9 @@ class Segments:
         model: Continues,
         batch: Batch,
         length: int,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        running: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._model, self._length, self._autocast = model, length, autocast
+        self._model, self._length, self._running = model, length, running
         self._inputs, self._targets, self._padding = batch.inputs, batch.targets, batch.key_padding_mask
 
     def __len__(self) -> int:
@@ -176,7 +178,7 @@ class Segments:
     def _read(self, i: int, state: Any) -> Any:
         """Return the state after segment i."""
         inputs, _, padding = self._segment(i)
-        with self._autocast():
+        with self._running():
             return self._model.read_some(inputs, state, padding)[1]
 
     def _loss(self, i: int, state: Any) -> tuple[Tensor, Any]:
@@ -185,7 +187,7 @@ class Segments:
         counted = targets != IGNORED
         if padding is not None:
             counted &= ~padding
-        with self._autocast():
+        with self._running():
             loss, state = self._model.loss_from(inputs, targets, state, key_padding_mask=padding)
         return loss * counted.sum(), state
 
