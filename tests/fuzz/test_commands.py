@@ -79,6 +79,8 @@ OPTIONS = {
         **SAMPLING,
         "--seed": SEED,
         "--num-samples": (["1", "2"], COUNT[1][1:]),
+        "--complete": ([], ["3", *NO_NUMBER]),
+        "--data-dir": ([], ["{world}"]),
         "--stop": (["b", " "], ["", "ü"]),
         "--out": ([], ["{out}.png"]),
         "--device": DEVICE,

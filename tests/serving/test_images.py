@@ -2,6 +2,7 @@
 
 import base64
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,6 +41,20 @@ def test_a_picture_holds_the_whole_image() -> None:
     picture = Image.open(io.BytesIO(base64.b64decode(image["b64_png"])))
     assert (picture.size, picture.mode) == ((4, 3), "L")
     assert list(picture.tobytes()) == [85, 255, 0, 51, 255, 0, 51, 255, 0, 0, 0, 0]
+
+
+def test_a_colour_image_has_three_levels_for_a_pixel() -> None:
+    served = replace(pixel_model(FakeEngine(16)), shape=(2, 2, 3))
+    body = {"model": "digits", "pixels": [5, 0, 15, 1], "response_format": "b64_png"}
+    [image] = post(client(served), IMAGES, **body)["data"]
+    picture = Image.open(io.BytesIO(base64.b64decode(image["b64_png"])))
+    assert (picture.size, picture.mode) == ((2, 2), "RGB")
+    assert len(picture.tobytes()) == 12
+    assert picture.getpixel((0, 0)) == (85, 0, 255)
+    [part] = post(client(served), IMAGES, model="digits", pixels=[5, 0, 15, 1], rows=1)["data"]
+    assert len(part["pixels"]) == 2
+    [full] = post(client(served), IMAGES, model="digits", pixels=[0])["data"]
+    assert len(full["pixels"]) == 11
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -155,7 +155,7 @@ def test_chat(body: dict[str, Any], param: str, message: str) -> None:
         (
             {"pixels": [0] * 12},
             "pixels",
-            "pixels and state have 12 pixels, but an image of 3 x 4 is whole with 12",
+            "pixels and state have 12 levels, but an image of 3 x 4 is whole with 12",
         ),
         ({"rows": 0}, "rows", "rows: input should be greater than or equal to 1"),
         ({"prompt": "a"}, "prompt", "prompt is not a known field"),

@@ -1,6 +1,5 @@
 """`unrolled generate`."""
 
-import math
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -8,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from unrolled.cli._options import Device, Force, Weights, refuse, takes_sampling
-from unrolled.cli._output import check_picture, progress_bar, software
-from unrolled.extras import how_to_install
+from unrolled.cli._options import DataDir, Device, Force, Weights, refuse, takes_sampling
+from unrolled.cli._output import check_picture
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 Engine = Literal["torch", "onnx"]
 DEFAULT_TOKENS = 200
 DEFAULT_IMAGES = 16
-SHOWN = 112  # minimum pixels of an image's longer side
+DEFAULT_COMPLETIONS = 4
 
 
 @takes_sampling
@@ -45,6 +43,14 @@ def generate(
     num_samples: Annotated[
         int | None, typer.Option(help=f"Number of samples; by default 1 text or {DEFAULT_IMAGES} images.")
     ] = None,
+    complete: Annotated[
+        int | None,
+        typer.Option(
+            metavar="ROWS",
+            help="Complete images of the validation split, of which so many rows are given, each "
+            f"{DEFAULT_COMPLETIONS} times or as --num-samples says.",
+        ),
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop after this text; repeatable.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="PNG file for images; by default RUN_DIR/samples.png.")
@@ -57,6 +63,7 @@ def generate(
     weights: Annotated[
         Weights | None, typer.Option(help="Round the weights of a decoder to this form; on the CPU.")
     ] = None,
+    data_dir: DataDir = None,
     force: Force = False,
 ) -> None:
     """Generate from the best weights of a run: text streamed to stdout, or a PNG sheet of images.
@@ -75,6 +82,7 @@ def generate(
     \b
     Images:
       unrolled generate runs/digits --num-samples 100 --out digits.png
+      unrolled generate runs/digits --complete 4 --out completed.png
 
     \b
     An exported model in ONNX Runtime:
@@ -83,6 +91,7 @@ def generate(
     A model of plain ids, such as one trained on the copy task, reads and writes ids separated by spaces.
     """
     from unrolled import generation
+    from unrolled.cli import _sheets, run_config
     from unrolled.data import Vocabulary
 
     folder = _folder(run_dir, demo, out)
@@ -98,7 +107,8 @@ def generate(
     vocabulary.check(model.config.vocab_size)
     draw = partial(generation.generate, model, seed=seed, **sampling)
     if vocabulary.shape is None:
-        refuse({"--out": out, "--force": force or None}, f"images, but {folder} was not trained on images")
+        for_images = {"--out": out, "--complete": complete, "--force": force or None}
+        refuse(for_images, f"images, but {folder} was not trained on images")
         if prompt is None and vocabulary.is_text:
             prompt = "\n"
         if not prompt:
@@ -110,7 +120,18 @@ def generate(
         refuse(texts, f"text, but {folder} was trained on images")
         sheet = out or folder / "samples.png"
         check_picture(sheet, "generate", force)
-        _draw_sheet(draw, vocabulary.shape, model.config.vocab_size, num_samples, sheet)
+        if complete is None:
+            refuse({"--data-dir": data_dir}, "--complete")
+            count = DEFAULT_IMAGES if num_samples is None else num_samples
+            images, told = _sheets.drawn(draw, vocabulary.shape, count), f"{count} images"
+        else:
+            run: Any = run_config.reopen(folder, run_config.read_saved(folder, data_dir))
+            count = DEFAULT_COMPLETIONS if num_samples is None else num_samples
+            originals = run.dataset.images("val")[: _sheets.COMPLETED]
+            images = _sheets.completed(draw, originals, complete, count)
+            told = f"{len(originals)} images, each completed {count} times,"
+        _sheets.write(images, model.config.vocab_size, sheet)
+        typer.echo(f"{told} in {sheet}", err=True)
 
 
 def _folder(run_dir: Path | None, demo: bool, out: Path | None) -> Path:
@@ -226,32 +247,3 @@ class _Sample:
         if echo:
             typer.echo(self.text[known:], nl=False)
         return not ends
-
-
-def _draw_sheet(
-    draw: "partial[list[Tensor]]", shape: list[int], levels: int, num_samples: int | None, path: Path
-) -> None:
-    """Generate images pixel by pixel and write them as a grid to a PNG file."""
-    try:
-        from matplotlib.image import imsave
-    except ImportError as error:
-        raise ImportError(f"images need matplotlib, which is missing: {how_to_install('plot')}") from error
-    import numpy as np
-
-    from unrolled.files import write_file
-
-    height, width = shape
-    count = DEFAULT_IMAGES if num_samples is None else num_samples
-    with progress_bar("generating pixels", count * height * width) as advance:
-        drawn = draw([[]], height * width, num_samples=count, on_token=lambda *_: advance())
-    zoom = math.ceil(SHOWN / max(height, width))
-    columns = math.ceil(math.sqrt(count))
-    rows = math.ceil(count / columns)
-    # A grey row and column separate each image from its neighbours.
-    images = np.full((rows * columns, height + 1, width + 1), (levels - 1) // 3, np.uint8)
-    images[:count, :-1, :-1] = np.stack([image.reshape(shape).numpy() for image in drawn])
-    grid = images.reshape(rows, columns, height + 1, width + 1).swapaxes(1, 2)
-    sheet = grid.reshape(rows * (height + 1), -1).repeat(zoom, axis=0).repeat(zoom, axis=1)
-    how: Any = {"cmap": "gray", "format": "png", "metadata": software("generate")}
-    write_file(path, lambda file: imsave(file, sheet, vmin=0, vmax=levels - 1, **how))
-    typer.echo(f"{count} images in {path}", err=True)

@@ -59,9 +59,9 @@ class EpochDataset(BaseDataset):
 
 
 class ImageDataset(EpochDataset):
-    """Grey images, read row by row as sequences of levels.
+    """Images in grey or colour, read row by row as sequences of levels.
 
-    With p the T = H W pixels of an image and s = `vocab_size` the start symbol,
+    With p the T = H W levels of an image, or T = 3 H W in colour, and s = `vocab_size` the start symbol,
 
         inputs = (s, p_1, ..., p_{T-1}),   targets = (p_1, ..., p_T).
 
@@ -70,13 +70,13 @@ class ImageDataset(EpochDataset):
 
     task: ClassVar[Task] = "tokens"
     vocab_size: ClassVar[int]
-    shape: ClassVar[tuple[int, int]]
+    shape: ClassVar[tuple[int, ...]]
     start_token: ClassVar[bool] = True
     recipe: ClassVar[str] = "pixels"
 
     @abstractmethod
     def _read(self) -> dict[Split, Tensor]:
-        """Return the images of both splits, uint8 [N, H, W]."""
+        """Return the images of both splits, uint8 [N, H, W] or [N, H, W, 3]."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,16 +84,16 @@ class ImageDataset(EpochDataset):
 
     @property
     def length(self) -> int:
-        """Pixels per image."""
+        """Levels per image."""
         return math.prod(self.shape)
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Ids are grey levels, and a sequence is an image."""
+        """Ids are levels, and a sequence is an image."""
         return Vocabulary("image", shape=list(self.shape), data=self.name)
 
     def images(self, split: Split) -> Tensor:
-        """Return the images of a split, uint8 [N, H, W]."""
+        """Return the images of a split, uint8 [N, H, W] or [N, H, W, 3]."""
         check_split(split)
         return self._images[split]
 

@@ -37,7 +37,7 @@ class Vocabulary(Checked):
         tokenizer: the tokenizer of a language model, as the text of a `tokenizer.json`.
         end: of a tokenizer, the id at the end of a document; None if there is none.
         pieces: of byte pairs, the output of `BytePairs.to_json`.
-        shape: of an image, height and width.
+        shape: of an image, height and width, and 3 in colour.
         data: name of the data set, for a text that of its file; None if unknown.
 
     Raises:
@@ -47,7 +47,7 @@ class Vocabulary(Checked):
     kind: Kind
     characters: Annotated[list[Character], MinLen(1)] | None = None
     pieces: str | None = None
-    shape: Annotated[list[Size], Len(2, 2)] | None = None
+    shape: Annotated[list[Size], Len(2, 3)] | None = None
     data: str | None = None
     tokenizer: str | None = None
     end: Count | None = None
@@ -59,6 +59,8 @@ class Vocabulary(Checked):
             if (value is None) == (self.kind == kind):
                 expected = "given" if value is None else "None"
                 raise ValueError(f"{name} is {value!r}, but must be {expected} with kind {self.kind!r}")
+        if self.shape is not None and self.shape[2:] not in ([], [3]):
+            raise ValueError(f"shape is {self.shape}, but must be height and width, and 3 in colour")
         if self.end is not None and self.kind != "tokenizer":
             raise ValueError(f"end is {self.end}, but must be None with kind {self.kind!r}")
         if self.characters is not None and len(set(self.characters)) < len(self.characters):

@@ -26,7 +26,7 @@ class DigitsDataset(ImageDataset):
     """
 
     vocab_size: ClassVar[int] = 17
-    shape: ClassVar[tuple[int, int]] = (8, 8)
+    shape: ClassVar[tuple[int, ...]] = (8, 8)
 
     def _read(self) -> dict[Split, Tensor]:
         try:

@@ -43,7 +43,7 @@ class MnistDataset(ImageDataset):
     data_dir: str | Path | None = None
 
     vocab_size: ClassVar[int] = 256
-    shape: ClassVar[tuple[int, int]] = (28, 28)
+    shape: ClassVar[tuple[int, ...]] = (28, 28)
 
     def _read(self) -> dict[Split, Tensor]:
         return {split: parse_idx_images(read_published(file, self.data_dir)) for split, file in FILES.items()}

@@ -46,7 +46,7 @@ class Served:
         vocab_size: number of ids.
         start_token: whether every sequence begins with the start symbol, of the id `vocab_size`.
         n_positions: most tokens of a sequence; None for any number.
-        shape: height and width of the images that it draws; None for text.
+        shape: height and width of the images that it draws, and 3 in colour; None for text.
         text: what its ids mean; None for images.
         engine: runs it.
         description: for people: mechanisms, parameters and the form of the weights.
@@ -58,7 +58,7 @@ class Served:
     vocab_size: int
     start_token: bool
     n_positions: int | None
-    shape: tuple[int, int] | None
+    shape: tuple[int, ...] | None
     text: Text | None
     engine: Engine
     description: dict[str, Any] = field(default_factory=dict)
@@ -109,7 +109,7 @@ def open_model(
         vocab_size=config.vocab_size,
         start_token=bool(config.start_token),
         n_positions=config.n_positions,
-        shape=None if shape is None else (shape[0], shape[1]),
+        shape=None if shape is None else tuple(shape),
         text=_text(folder, vocabulary),
         engine=Engine(
             runner,

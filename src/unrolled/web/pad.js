@@ -10,7 +10,7 @@ export const EXAMPLES = {
   8: [[0.74, 0.14], [0.48, 0], [0.22, 0.14], [0.3, 0.36], [0.7, 0.6], [0.8, 0.82], [0.5, 1], [0.22, 0.82], [0.3, 0.6], [0.72, 0.36], [0.74, 0.14]],
 };
 
-/** Holds an image of intensities in [0, 1]; calls `changed()` when it has changed and `say(text)` for a screen reader. */
+/** Holds an image of intensities in [0, 1], one or three for a pixel, and draws in white; calls `changed()` when it has changed and `say(text)` for a screen reader. */
 export class Pad {
   constructor(canvas, { changed, say }) {
     Object.assign(this, { canvas, changed, say, cursor: null, last: null });
@@ -23,8 +23,8 @@ export class Pad {
     canvas.addEventListener("blur", () => this.paint());
   }
 
-  resize(height, width) {
-    Object.assign(this, { height, width, rows: Math.round(0.6 * height), ink: new Float32Array(height * width) });
+  resize(height, width, channels = 1) {
+    Object.assign(this, { height, width, channels, rows: Math.round(0.6 * height), ink: new Float32Array(height * width * channels) });
     this.canvas.width = this.canvas.height = 560;
     this.canvas.height = Math.round((560 * height) / width);
     this.canvas.setAttribute("aria-label", `Drawing grid, ${height} rows of ${width} pixels`);
@@ -52,9 +52,20 @@ export class Pad {
     this.changed();
   }
 
+  /** How many levels are above the line. */
+  get given() {
+    return this.rows * this.width * this.channels;
+  }
+
   /** Levels of the rows above the line, as token ids. */
   ids(levels) {
-    return Array.from(this.ink.subarray(0, this.rows * this.width), (ink) => Math.round(ink * (levels - 1)));
+    return Array.from(this.ink.subarray(0, this.given), (ink) => Math.round(ink * (levels - 1)));
+  }
+
+  /** The intensities of a pixel. */
+  pixel(x, y) {
+    const at = (y * this.width + x) * this.channels;
+    return this.ink.subarray(at, at + this.channels);
   }
 
   stroke(from, to) {
@@ -67,8 +78,8 @@ export class Pad {
         const along = length ? Math.min(1, Math.max(0, ((x - from.x) * dx + (y - from.y) * dy) / length)) : 0;
         const distance = Math.hypot(x - from.x - along * dx, y - from.y - along * dy);
         const ink = Math.min(1, Math.max(0, (radius + soft - distance) / soft));
-        const at = y * this.width + x;
-        this.ink[at] = Math.max(this.ink[at], ink);
+        const pixel = this.pixel(x, y);
+        pixel.forEach((level, i) => (pixel[i] = Math.max(level, ink)));
       }
     }
   }
@@ -118,7 +129,7 @@ export class Pad {
       this.stroke(from, from);
       drew = true;
     } else if (event.key === "Delete" || event.key === "Backspace") {
-      this.ink[from.y * this.width + from.x] = 0;
+      this.pixel(from.x, from.y).fill(0);
       drew = true;
     } else return;
     event.preventDefault();
@@ -127,7 +138,7 @@ export class Pad {
     clearTimeout(this.saying); // once the hand rests, not at every step
     this.saying = setTimeout(() => {
       const { x, y } = this.cursor;
-      const ink = this.ink[y * this.width + x];
+      const ink = Math.max(...this.pixel(x, y));
       this.say(`Row ${y + 1}, column ${x + 1}, ${ink > 0.6 ? "painted" : ink > 0 ? "edge of the stroke" : "empty"}`);
     }, 500);
   }
@@ -141,9 +152,9 @@ export class Pad {
     context.fillRect(0, 0, canvas.width, canvas.height);
     for (let y = 0; y < height; y++) {
       for (let x = 0; x < width; x++) {
-        const level = Math.round(255 * this.ink[y * width + x] * (y < this.rows ? 1 : 0.3));
-        if (!level) continue;
-        context.fillStyle = `rgb(${level} ${level} ${level})`;
+        const levels = Array.from(this.pixel(x, y), (ink) => Math.round(255 * ink * (y < this.rows ? 1 : 0.3)));
+        if (!levels.some(Boolean)) continue;
+        context.fillStyle = `rgb(${(levels.length === 3 ? levels : Array(3).fill(levels[0])).join(" ")})`;
         context.fillRect(x * size, y * size, size + 0.5, size + 0.5);
       }
     }

@@ -179,9 +179,9 @@ function prepare() {
   $("temperature").value = engine.manifest.sampling.temperature;
   describeTemperature();
   if (image) {
-    const [height, width] = engine.vocabulary.shape;
-    if (pad.height !== height || pad.width !== width) {
-      pad.resize(height, width);
+    const [height, width, channels = 1] = engine.vocabulary.shape;
+    if (pad.height !== height || pad.width !== width || pad.channels !== channels) {
+      pad.resize(height, width, channels);
       pad.example(5);
     }
     $("rows").max = height - 1;
@@ -200,7 +200,7 @@ function order() {
   const [{ engine, vocabulary }] = group.models;
   if (group.kind === "image") {
     const prompt = pad.ids(engine.manifest.vocab_size);
-    return { prompt, count: pad.height * pad.width - prompt.length };
+    return { prompt, count: pad.ink.length - prompt.length };
   }
   const prompt = vocabulary.encode($("prompt").value);
   if (!prompt.length && engine.manifest.start_token === null) throw new Failure("Type a few characters: this model goes on from something.");

@@ -8,16 +8,18 @@ export function colour(name) {
 
 const mix = (a, b, share) => a.map((x, i) => x + (b[i] - x) * share);
 
-/** Show an image that is `given` levels first and `made` ones after; the made ones are tinted. */
-export function paintImage(canvas, [height, width], levels, given, made, tint) {
+/** Show an image that is `given` levels first and `made` ones after; the made ones are tinted, unless it has colours. */
+export function paintImage(canvas, [height, width, channels = 1], levels, given, made, tint) {
   Object.assign(canvas, { width, height });
   const context = canvas.getContext("2d");
   const image = context.createImageData(width, height);
   const bright = mix(tint, [255, 255, 255], 0.85);
+  const at = (i) => (i < given.length ? given[i] : made[i - given.length] ?? -1) / (levels - 1);
   for (let i = 0; i < height * width; i++) {
     const own = i >= given.length;
-    const level = (own ? made[i - given.length] ?? -1 : given[i]) / (levels - 1);
+    const level = at(channels * i + channels - 1);
     const rgb = level < 0 ? [38, 44, 50]
+      : channels === 3 ? [0, 1, 2].map((c) => 255 * at(3 * i + c))
       : !own ? [255, 255, 255].map((x) => x * level)
       : level < 0.6 ? mix([0, 0, 0], tint, level / 0.6) : mix(tint, bright, (level - 0.6) / 0.4);
     image.data.set([...rgb, 255], 4 * i);

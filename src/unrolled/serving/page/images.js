@@ -47,8 +47,8 @@ export class Images {
 
   use(model) {
     this.model = model;
-    const [height, width] = model.shape;
-    this.pad.resize(height, width);
+    const [height, width, channels] = model.shape;
+    this.pad.resize(height, width, channels);
     this.pad.example(5);
     Object.assign($("rows"), { max: height - 1, min: 0, value: this.pad.rows });
     showNothing();
@@ -58,7 +58,7 @@ export class Images {
 
   changed() {
     $("rows-shown").textContent = `${this.pad.rows} of ${this.pad.height}`;
-    if (this.model && !this.stop) showSize(this.model, this.pad.rows * this.pad.width);
+    if (this.model && !this.stop) showSize(this.model, this.pad.given);
   }
 
   enable() {
@@ -72,7 +72,6 @@ export class Images {
 
   async run() {
     const { model, pad } = this;
-    const [height, width] = model.shape;
     const given = pad.ids(model.levels);
     const n = Math.min(16, Math.max(1, Math.round(Number($("count").value)) || 8));
     const body = { model: model.id, pixels: given, n, ...settings("image") };
@@ -91,7 +90,7 @@ export class Images {
     const paint = () => {
       frame = 0;
       this.paint();
-      showSize(model, Math.min(height * width, given.length + Math.max(...this.made.map(({ pixels }) => pixels.length))));
+      showSize(model, Math.min(pad.ink.length, given.length + Math.max(...this.made.map(({ pixels }) => pixels.length))));
     };
     $("draw-status").textContent = "Drawing.";
     try {
@@ -112,7 +111,7 @@ export class Images {
     paint();
     clock.end(count, usage);
     this.enable();
-    const done = this.made.filter(({ pixels }) => given.length + pixels.length >= height * width).length;
+    const done = this.made.filter(({ pixels }) => given.length + pixels.length >= pad.ink.length).length;
     $("draw-status").textContent = `${control.signal.aborted ? "Stopped. " : ""}${done} of ${n} images are complete, ${number(count)} pixels drawn.`;
     if (failure) throw failure;
   }
@@ -141,7 +140,7 @@ export class Images {
   paint() {
     this.made.forEach(({ canvas, given, pixels }, i) => {
       paintImage(canvas, this.model.shape, this.model.levels, given, pixels, colour("linear"));
-      const share = Math.round((100 * (given.length + pixels.length)) / (this.pad.height * this.pad.width));
+      const share = Math.round((100 * (given.length + pixels.length)) / this.pad.ink.length);
       canvas.setAttribute("aria-label", `Completion ${i + 1}, ${share} % drawn`);
     });
   }

@@ -134,7 +134,7 @@ class ModelDetails(Answer):
 
     digest: str
     kind: Literal["text", "image"]
-    shape: list[int] | None = Field(description="height and width of an image")
+    shape: list[int] | None = Field(description="height and width of an image, and 3 in colour")
     levels: int | None = Field(description="of grey")
     state_bytes: int = Field(description="of a state that has read nothing")
     state_bytes_per_token: int = Field(description="by which each token makes it larger")

@@ -10,7 +10,9 @@ from unrolled.serving.protocol.fields import Continuation
 class ImageRequest(Continuation):
     """The beginning of an image, to be drawn to its end."""
 
-    pixels: list[int] | None = Field(None, description="the first ones, row by row; by default none")
+    pixels: list[int] | None = Field(
+        None, description="the first levels, row by row, of a colour red, green and blue; by default none"
+    )
     rows: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
         None, description="rows to draw; by default to the end"
     )

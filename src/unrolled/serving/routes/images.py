@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 import time
 import uuid
 from typing import Any
@@ -56,18 +57,18 @@ async def complete_image(body: ImageRequest, request: Request) -> Response:
     return JSONResponse(await unless_gone(request, drawing.whole()))
 
 
-def _left(shape: tuple[int, int], known: int, rows: int | None) -> int:
-    """Return the number of pixels to draw: to the end of so many rows, or of the image."""
-    height, width = shape
-    left = height * width - known
+def _left(shape: tuple[int, ...], known: int, rows: int | None) -> int:
+    """Return the number of levels to draw: to the end of so many rows, or of the image."""
+    row, whole = math.prod(shape[1:]), math.prod(shape)
+    left = whole - known
     if left < 1:
+        size = " x ".join(map(str, shape))
         raise invalid(
-            f"pixels and state have {known} pixels, but an image of {height} x {width} is whole with "
-            f"{height * width}",
+            f"pixels and state have {known} levels, but an image of {size} is whole with {whole}",
             "pixels",
             "context_length_exceeded",
         )
-    return left if rows is None else min(left, rows * width - known % width)
+    return left if rows is None else min(left, rows * row - known % row)
 
 
 class _Drawing:
@@ -123,9 +124,9 @@ class _Drawing:
         """Return the image as a file; pixels that were not drawn are black."""
         from PIL import Image
 
-        height, width = self._served.shape or (0, 0)
+        height, width, *colours = shape = self._served.shape or (0, 0)
         levels = self._served.vocab_size
-        grey = bytes(pixel * 255 // max(1, levels - 1) for pixel in pixels)
+        shown = bytes(pixel * 255 // max(1, levels - 1) for pixel in pixels).ljust(math.prod(shape), b"\0")
         file = io.BytesIO()
-        Image.frombytes("L", (width, height), grey.ljust(height * width, b"\0")).save(file, "PNG")
+        Image.frombytes("RGB" if colours else "L", (width, height), shown).save(file, "PNG")
         return file.getvalue()

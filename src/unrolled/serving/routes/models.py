@@ -39,7 +39,7 @@ def described(served: Served) -> dict[str, Any]:
             "digest": served.digest,
             "kind": "text" if served.shape is None else "image",
             "shape": served.shape,
-            "levels": None if served.shape is None else served.vocab_size,  # of grey
+            "levels": None if served.shape is None else served.vocab_size,  # of grey, or of a colour
             "state_bytes": empty,
             "state_bytes_per_token": (served.engine.state_bytes(many) - empty) // many,
             "max_model_len": served.n_positions,

@@ -1,0 +1,89 @@
+import hashlib
+import io
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+
+from unrolled import data
+from unrolled.data import cifar10
+from unrolled.data.cifar10 import Cifar10Dataset, read_subset
+
+
+def archive(images: dict[str, np.ndarray]) -> bytes:
+    """The official format: each image a label, then its planes of red, green and blue."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w:gz") as tar:
+        for name, pictures in images.items():
+            planes = pictures.transpose(0, 3, 1, 2).reshape(len(pictures), -1)
+            content = np.concatenate([np.full((len(pictures), 1), 7, np.uint8), planes], axis=1).tobytes()
+            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return file.getvalue()
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch) -> dict[str, np.ndarray]:
+    """Write a few images in the real format, under the real name, and expect their checksum."""
+    rng = np.random.default_rng(0)
+    names = ["data_batch_2", "test_batch", *(f"data_batch_{i}" for i in (1, 3, 4, 5))]
+    images = {name: rng.integers(256, size=(2, 32, 32, 3)).astype(np.uint8) for name in names}
+    path = tmp_path / cifar10.PATH
+    path.parent.mkdir()
+    path.write_bytes(archive(images))
+    monkeypatch.setattr(cifar10, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    return images
+
+
+def test_colours_of_a_pixel_follow_each_other(small, tmp_path):
+    dataset = data.load("cifar10", data_dir=tmp_path)
+    assert (dataset.vocab_size, dataset.shape, dataset.length) == (256, (32, 32, 3), 3072)
+    train = np.concatenate([small[f"data_batch_{i}"] for i in range(1, 6)])
+    assert np.array_equal(dataset.images("train").numpy(), train)
+    (batch,) = dataset.eval_batches(10)
+    assert np.array_equal(batch.targets.view(2, 32, 32, 3).numpy(), small["test_batch"])
+    assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
+    assert torch.all(batch.inputs[:, 0] == 256)
+    assert dataset.vocabulary.shape == [32, 32, 3]
+
+
+def test_another_archive_is_refused(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(cifar10, "SHA256", "0" * 64)
+    with pytest.raises(ValueError, match=r"cifar-10-binary.tar.gz is corrupt: its content has the sha256"):
+        Cifar10Dataset(data_dir=tmp_path)
+
+
+def test_a_subset_must_be_there(tmp_path):
+    with pytest.raises(ValueError, match=r"subset is True, but .*cifar10_subset.npz is missing"):
+        Cifar10Dataset(subset=True, data_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        (None, "is corrupt"),
+        (
+            {"x_train": np.zeros((1, 32, 32, 3), np.uint8)},
+            "is corrupt: 'x_test is not a file in the archive'",
+        ),
+        (dict.fromkeys(("x_train", "x_test"), np.zeros((1, 32, 32, 3))), "images are float64"),
+        (dict.fromkeys(("x_train", "x_test"), np.zeros((1, 3, 32, 32), np.uint8)), r"uint8 \[1, 3, 32, 32\]"),
+    ],
+)
+def test_another_file_is_no_subset(tmp_path, arrays, message):
+    path = tmp_path / "subset.npz"
+    path.write_bytes(b"no arrays") if arrays is None else np.savez(path, **arrays)
+    with pytest.raises(ValueError, match=message):
+        read_subset(path)
+
+
+@pytest.mark.parametrize("real_data", ["cifar10"], indirect=True)
+def test_the_real_subset(real_data):
+    dataset = Cifar10Dataset(subset=True, data_dir=real_data)
+    train = dataset.images("train")
+    assert (train.shape, train.dtype) == ((5_000, 32, 32, 3), torch.uint8)
+    assert dataset.images("val").shape == (1_000, 32, 32, 3)
+    mean = train.double().mean(dim=(0, 1, 2)) / 255  # of all 50,000 it is .4914, .4822, .4465
+    assert mean.tolist() == pytest.approx([0.4914, 0.4822, 0.4465], abs=0.003)
