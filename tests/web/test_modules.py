@@ -124,3 +124,36 @@ def test_what_the_page_opens_with_can_be_read(javascript):
     opening = javascript("vocabulary.js", "new module.Vocabulary(x).opening()", asdict(vocabulary))
     assert opening
     assert vocabulary.decode(torch.tensor(vocabulary.encode(opening))) == opening
+
+
+CANVAS = 'document.createElementNS("http://www.w3.org/1999/xhtml", "canvas")'
+PAINTED = f"""(() => {{
+  const canvas = {CANVAS};
+  module.paintImage(canvas, x.shape, 16, x.given, x.made, [0, 255, 0]);
+  return [...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data];
+}})()"""
+
+
+def test_images_in_colour_are_painted_as_they_are(javascript):
+    found = javascript(
+        "pictures.js", PAINTED, {"shape": [1, 3, 3], "given": [15, 0, 5], "made": [0, 15, 3, 15]}
+    )
+    assert found == [255, 0, 85, 255, 0, 255, 51, 255, 38, 44, 50, 255]  # of the third, one level is there
+    found = javascript("pictures.js", PAINTED, {"shape": [1, 2], "given": [15], "made": [0]})
+    assert found == [255, 255, 255, 255, 0, 0, 0, 255]
+
+
+PAD = f"""(() => {{
+  const pad = new module.Pad({CANVAS}, {{ changed() {{}}, say() {{}} }});
+  pad.resize(4, 5, x);
+  pad.rows = 3;
+  pad.stroke({{ x: 2, y: 1 }}, {{ x: 2, y: 1 }});
+  return pad.ids(256);
+}})()"""
+
+
+def test_a_stroke_on_the_pad_is_white_in_every_colour(javascript):
+    grey, colours = javascript("pad.js", PAD, 1), javascript("pad.js", PAD, 3)
+    assert len(grey) == 15
+    assert max(grey) == grey[7] == 255
+    assert colours == [level for level in grey for _ in range(3)]
