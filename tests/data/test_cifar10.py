@@ -17,7 +17,8 @@ def archive(images: dict[str, np.ndarray]) -> bytes:
     with tarfile.open(fileobj=file, mode="w:gz") as tar:
         for name, pictures in images.items():
             planes = pictures.transpose(0, 3, 1, 2).reshape(len(pictures), -1)
-            content = np.concatenate([np.full((len(pictures), 1), 7, np.uint8), planes], axis=1).tobytes()
+            labels = np.full((len(pictures), 1), ord(name[-1]) % 10, np.uint8)
+            content = np.concatenate([labels, planes], axis=1).tobytes()
             member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
@@ -49,6 +50,16 @@ def test_colours_of_a_pixel_follow_each_other(small, tmp_path):
     assert dataset.vocabulary.shape == [32, 32, 3]
 
 
+def test_classes_are_told_from_grey_images(small, tmp_path):
+    dataset = data.load("grey_cifar10", data_dir=tmp_path)
+    (batch,) = dataset.eval_batches(10)
+    assert batch.targets.tolist() == [ord("h") % 10] * 2
+    weighed = (small["test_batch"] * np.array([0.2989, 0.587, 0.114])).sum(-1)
+    assert np.abs(batch.inputs.view(2, 32, 32).numpy() - weighed).max() <= 0.5 + 1e-4
+    train = dataset.batch("train", step=0, batch_size=10, seed=0)
+    assert sorted(train.targets.tolist()) == sorted(2 * [ord(i) % 10 for i in "12345"])
+
+
 def test_another_archive_is_refused(small, tmp_path, monkeypatch):
     monkeypatch.setattr(cifar10, "SHA256", "0" * 64)
     with pytest.raises(ValueError, match=r"cifar-10-binary.tar.gz is corrupt: its content has the sha256"):
@@ -60,16 +71,21 @@ def test_a_subset_must_be_there(tmp_path):
         Cifar10Dataset(subset=True, data_dir=tmp_path)
 
 
+def arrays_of(images: np.ndarray) -> dict[str, np.ndarray]:
+    return dict.fromkeys(("x_train", "x_test"), images) | dict.fromkeys(("y_train", "y_test"), np.zeros(1))
+
+
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
         (None, "is corrupt"),
         (
             {"x_train": np.zeros((1, 32, 32, 3), np.uint8)},
-            "is corrupt: 'x_test is not a file in the archive'",
+            "is corrupt: 'y_train is not a file in the archive'",
         ),
-        (dict.fromkeys(("x_train", "x_test"), np.zeros((1, 32, 32, 3))), "images are float64"),
-        (dict.fromkeys(("x_train", "x_test"), np.zeros((1, 3, 32, 32), np.uint8)), r"uint8 \[1, 3, 32, 32\]"),
+        (arrays_of(np.zeros((1, 32, 32, 3))), "images are float64"),
+        (arrays_of(np.zeros((1, 3, 32, 32), np.uint8)), r"uint8 \[1, 3, 32, 32\]"),
+        (arrays_of(np.zeros((2, 32, 32, 3), np.uint8)), r"labels \[1\]"),
     ],
 )
 def test_another_file_is_no_subset(tmp_path, arrays, message):
@@ -87,3 +103,7 @@ def test_the_real_subset(real_data):
     assert dataset.images("val").shape == (1_000, 32, 32, 3)
     mean = train.double().mean(dim=(0, 1, 2)) / 255  # of all 50,000 it is .4914, .4822, .4465
     assert mean.tolist() == pytest.approx([0.4914, 0.4822, 0.4465], abs=0.003)
+    classes = data.load("grey_cifar10", subset=True, data_dir=real_data).batch(
+        "train", step=0, batch_size=5_000, seed=0
+    )
+    assert torch.bincount(classes.targets).tolist() == [500] * 10

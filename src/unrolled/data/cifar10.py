@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,6 +24,9 @@ SUBSET = "cifar10/cifar10_subset.npz"
 PART = re.compile(r"(?:.*/)?(?:data_batch_(\d)|test_batch)\.bin")
 SHAPE = (32, 32, 3)
 LABEL = 1  # bytes before the 3,072 of an image, which has its red, green and blue plane one after the other
+
+Photographs = dict[Split, tuple[Tensor, Tensor]]
+"""For each split, the images, uint8 [N, 32, 32, 3], and their classes, int64 [N]."""
 
 
 @dataclass
@@ -47,16 +51,26 @@ class Cifar10Dataset(ImageDataset):
     shape: ClassVar[tuple[int, ...]] = SHAPE
 
     def _read(self) -> dict[Split, Tensor]:
-        if not self.subset:
-            return load_published([PATH], URL, read_images, self.data_dir)
-        path = folder(self.data_dir) / SUBSET
-        if not path.is_file():
-            raise ValueError(f"subset is True, but {path} is missing: put it there, or use subset=False")
-        return read_subset(path)
+        found = read(self.data_dir, subset=self.subset)
+        return {split: images for split, (images, _) in found.items()}
 
 
-def read_images(archive: bytes) -> dict[Split, Tensor]:
-    """Read the official archive: uint8 [N, 32, 32, 3] of both splits.
+def read(data_dir: str | Path | None, *, subset: bool) -> Photographs:
+    """Read all photographs, downloading them once if they are missing, or the file of a subset.
+
+    Raises:
+        ValueError: a file is corrupt, or it is missing and cannot be downloaded.
+    """
+    if not subset:
+        return load_published([PATH], URL, read_archive_of_all, data_dir)
+    path = folder(data_dir) / SUBSET
+    if not path.is_file():
+        raise ValueError(f"subset is True, but {path} is missing: put it there, or use subset=False")
+    return read_subset(path)
+
+
+def read_archive_of_all(archive: bytes) -> Photographs:
+    """Read the official archive.
 
     Raises:
         ValueError: it is not the published one.
@@ -65,28 +79,31 @@ def read_images(archive: bytes) -> dict[Split, Tensor]:
     if found != SHA256:
         raise ValueError(f"its content has the sha256 {found} instead of {SHA256}")
     parts = sorted((match[1] or "", content) for match, content in read_archive(archive, PART))
-    planes = [
-        np.frombuffer(content, np.uint8).reshape(-1, LABEL + 3072)[:, LABEL:].reshape(-1, 3, 32, 32)
-        for _, content in parts
-    ]
-    test, *train = [torch.from_numpy(x.transpose(0, 2, 3, 1).copy()) for x in planes]
-    return {"train": torch.cat(train), "val": test}
+    test, *train = [np.frombuffer(content, np.uint8).reshape(-1, LABEL + 3072) for _, content in parts]
+
+    def split(rows: npt.NDArray[np.uint8]) -> tuple[Tensor, Tensor]:
+        images = rows[:, LABEL:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        return torch.from_numpy(images.copy()), torch.from_numpy(rows[:, 0].astype(np.int64))
+
+    return {"train": split(np.concatenate(train)), "val": split(test)}
 
 
-def read_subset(path: Path) -> dict[Split, Tensor]:
-    """Read `x_train` and `x_test` of a file of arrays: uint8 [N, 32, 32, 3] each.
+def read_subset(path: Path) -> Photographs:
+    """Read the arrays `x_train`, `y_train`, `x_test` and `y_test` of a file.
 
     Raises:
         ValueError: it has no such arrays.
     """
     try:
         with np.load(io.BytesIO(read_file(path))) as arrays:
-            images = {split: arrays[name] for split, name in (("train", "x_train"), ("val", "x_test"))}
+            found = {part: (arrays[f"x_{part}"], arrays[f"y_{part}"]) for part in ("train", "test")}
     except (KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is corrupt: {error}") from error
-    for x in images.values():
-        if x.dtype != np.uint8 or x.shape[1:] != SHAPE:
+    for x, y in found.values():
+        if x.dtype != np.uint8 or x.shape[1:] != SHAPE or y.shape != x.shape[:1]:
             raise ValueError(
-                f"{path} is corrupt: images are {x.dtype} {list(x.shape)}, not uint8 [N, 32, 32, 3]"
+                f"{path} is corrupt: images are {x.dtype} {list(x.shape)} and labels {list(y.shape)}, but "
+                "must be uint8 [N, 32, 32, 3] and [N]"
             )
-    return {"train": torch.from_numpy(images["train"]), "val": torch.from_numpy(images["val"])}
+    train, test = [(torch.from_numpy(x), torch.from_numpy(y.astype(np.int64))) for x, y in found.values()]
+    return {"train": train, "val": test}

@@ -14,6 +14,7 @@ from unrolled.contract import Batch, Split
 from unrolled.data._base import Task
 from unrolled.data._files import load_published, read_archive
 from unrolled.data._images import EpochDataset
+from unrolled.data._padding import padded
 from unrolled.fields import Size
 
 URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
@@ -61,11 +62,7 @@ class ImdbDataset(EpochDataset):
     def _rows(self, split: Split, rows: Tensor) -> Batch:
         reviews = [self._reviews[split][i] for i in rows]
         texts = [text[: self.length] for _, text in reviews]
-        inputs = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
-        padding = torch.ones_like(inputs, dtype=torch.bool)
-        for row, text in enumerate(texts):
-            inputs[row, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            padding[row, : len(text)] = False
+        inputs, padding = padded(texts)
         return Batch(inputs, torch.tensor([label for label, _ in reviews]), padding)
 
 

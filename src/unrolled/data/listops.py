@@ -20,6 +20,7 @@ import torch
 from unrolled.contract import Batch
 from unrolled.data._base import Task
 from unrolled.data._drawn import DrawnDataset
+from unrolled.data._padding import padded
 from unrolled.fields import Size
 
 
@@ -79,11 +80,7 @@ class ListopsDataset(DrawnDataset):
     def _draw(self, rng: np.random.Generator, count: int) -> Batch:
         source = random.Random(int(rng.integers(2**63)))
         drawn = [self._expression(source) for _ in range(count)]
-        inputs = torch.zeros(count, max(map(len, drawn)), dtype=torch.long)
-        padding = torch.ones_like(inputs, dtype=torch.bool)
-        for row, ids in enumerate(drawn):
-            inputs[row, : len(ids)] = torch.tensor(ids)
-            padding[row, : len(ids)] = False
+        inputs, padding = padded(drawn)
         return Batch(inputs, torch.tensor([value_of(ids) for ids in drawn]), padding)
 
     def _validation(self, rows: torch.Tensor) -> Batch:

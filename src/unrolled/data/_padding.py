@@ -1,0 +1,14 @@
+"""Rows of different lengths as one tensor."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+
+def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Pad rows of ids at their end to the longest: ids [B,T], and a mask [B,T] that is True at padding."""
+    ids = pad_sequence([torch.tensor(list(row)) for row in rows], batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows])
+    return ids, torch.arange(ids.shape[1]) >= lengths[:, None]

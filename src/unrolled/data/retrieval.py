@@ -1,0 +1,86 @@
+"""Do two texts belong together? A substitute for the retrieval task of the Long Range Arena.
+
+There, two papers of the ACL Anthology Network are compared, and the label says whether one cites the other
+(arXiv 2011.04006, section 2.2.3). Here, a text is one half of an IMDb review, and the label says whether the
+second one goes on where the first one ends. Accuracies do not compare with published ones.
+
+    bytes of the first text, separator, bytes of the second text  ->  1 if both are of one review, else 0
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unrolled.contract import Batch, Split
+from unrolled.data import imdb
+from unrolled.data._base import Task
+from unrolled.data._files import load_published
+from unrolled.data._images import EpochDataset
+from unrolled.data._padding import padded
+from unrolled.fields import Size
+
+SEPARATOR = 256
+
+
+@dataclass
+class RetrievalDataset(EpochDataset):
+    """The first halves of 25,000 reviews to train on, validated on those of the 25,000 of the test part.
+
+    Half of them, drawn at random, come with their own second half, and the others with that of another review
+    of their split. Of each text, the `text_length` bytes next to the middle of its review are read. An
+    example is padded at its end to the longest of its batch.
+
+    Attributes:
+        text_length: bytes of each text at most.
+        data_dir: the folder that holds `imdb/`; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
+
+    Raises:
+        ValueError: the file is corrupt, or it is missing and cannot be downloaded.
+    """
+
+    text_length: Size = 1024
+    data_dir: str | Path | None = None
+
+    task: ClassVar[Task] = "labels"
+    vocab_size: ClassVar[int] = 257
+    n_classes: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        reviews = load_published(imdb.PATHS, imdb.URL, imdb.read_reviews, self.data_dir)
+        self._texts = {split: [text for _, text in found] for split, found in reviews.items()}
+        self._partners = {split: partners(len(texts), split) for split, texts in self._texts.items()}
+
+    @property
+    def length(self) -> int:
+        """Both texts and the separator."""
+        return 2 * self.text_length + 1
+
+    def _count(self, split: Split) -> int:
+        return len(self._texts[split])
+
+    def _rows(self, split: Split, rows: Tensor) -> Batch:
+        texts, (own, partner) = self._texts[split], self._partners[split]
+        joined = []
+        for i in rows.tolist():
+            first, second = texts[own[i]], texts[partner[i]]
+            head, tail = first[: len(first) // 2], second[len(second) // 2 :]
+            joined.append([*head[-self.text_length :], SEPARATOR, *tail[: self.text_length]])
+        inputs, padding = padded(joined)
+        same = torch.from_numpy(own == partner)[rows]
+        return Batch(inputs, same.long(), padding)
+
+
+def partners(count: int, split: Split) -> tuple[np.ndarray, np.ndarray]:
+    """Return whose first and whose second half each example has, in a fixed random order."""
+    rng = np.random.default_rng((0, split == "val"))
+    own = rng.permutation(count)
+    partner = own.copy()
+    others = count // 2
+    partner[:others] = np.roll(own[:others], 1)  # each second half is used once
+    order = rng.permutation(count)
+    return own[order], partner[order]
