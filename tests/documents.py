@@ -75,6 +75,10 @@ def check_command(words: list[str]) -> None:
         assert set(arguments) <= set(targets), f"the Makefile has no target for {words}"
     elif program == "unrolled":
         _check_unrolled(arguments)
+    elif program == "torchrun":
+        start = arguments.index("-m")
+        assert arguments[start + 1] == "unrolled"
+        _check_unrolled(arguments[start + 2 :])
     elif program == "python" and arguments[0] == "-m":
         assert importlib.util.find_spec(arguments[1]), f"there is no module {arguments[1]}"
     elif program == "python":
