@@ -19,7 +19,7 @@ ROOMS = [
     {"decode"},
     {"data", "training", "generation"},
     {"interop"},
-    {"bench", "serving", "testing"},
+    {"bench", "experiments", "serving", "testing"},
     {"cli"},
     {"__main__"},
 ]

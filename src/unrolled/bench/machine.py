@@ -87,7 +87,7 @@ def describe(settings: Settings) -> dict[str, Any]:
     """Describe the machine, versions, threads and date of a benchmark."""
     described = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S%z"),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "memory_bytes": _memory(),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
@@ -116,7 +116,8 @@ def _seconds(run: Callable[[], object], settings: Settings) -> float:
     return min(take_turns({"": run}, least=3, budget=0.02 if settings.quick else 1.0)[""])
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Name the processor."""
     lines = description().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()

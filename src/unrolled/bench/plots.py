@@ -107,6 +107,19 @@ def loss_curve(theme: Theme, train: Line, val: Line, best: tuple[float, float]) 
     return figure
 
 
+def loss_curves(theme: Theme, title: str, lines: Sequence[Line], axis: str) -> Figure:
+    """Draw losses against steps or seconds, with a legend, the line that ends highest first."""
+    figure, axes = _axes(theme, title, (8, 4.2))
+    for line, colour, marker in zip(lines, cycle(MANY), cycle("osD^vPX*")):
+        axes.plot(line.x, line.y, color=colour, marker=marker, markersize=4, linewidth=1.6, label=line.name)
+    axes.set_xlabel(axis)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    handles = sorted(axes.lines, key=lambda drawn: -float(np.asarray(drawn.get_ydata())[-1]))
+    text: Any = {"labelcolor": theme.ink, "fontsize": FONT_SIZE - 1.5}
+    figure.legend(handles=handles, loc="outside right upper", frameon=False, **text)
+    return figure
+
+
 def against_position(theme: Theme, title: str, lines: Sequence[Line], tick: Callable[[float], str]) -> Figure:
     """Draw lines against the position on logarithmic axes, with `tick` writing the values."""
     figure, axes = _axes(theme, title)

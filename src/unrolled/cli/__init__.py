@@ -19,6 +19,7 @@ from unrolled.cli.info import info
 from unrolled.cli.linearize import linearize
 from unrolled.cli.list import mechanisms
 from unrolled.cli.quantize import quantize
+from unrolled.cli.reproduce import reproduce
 from unrolled.cli.schema import schema
 from unrolled.cli.serve import serve
 from unrolled.cli.table import table
@@ -58,7 +59,7 @@ app = typer.Typer(
 for command in (train, tokenize, generate, serve, convert, quantize, translate, evaluate, schema):
     app.command()(command)
 app.command("list")(mechanisms)
-for command in (info, demo, bench, compare, linearize, attend, table, export):
+for command in (info, demo, bench, compare, linearize, attend, table, export, reproduce):
     app.command()(command)
 
 

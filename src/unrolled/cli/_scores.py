@@ -64,7 +64,7 @@ def measure(model: Any, run: "Run", positions: bool = False) -> dict[str, Any]:
         extent = f", over all {total.targets:,} targets in {total.windows:,} windows of {length:,} tokens"
     else:
         found["loss"] = training.evaluate(model, dataset, replace(run.train, eval_batches=None))
-        found["splits"] = _count_splits(model, dataset, run.train.batch_size)
+        found["splits"] = count_splits(model, dataset, run.train.batch_size)
         extent = ""
     bits = f", {found['loss'] / math.log(2):.4f} bits" if task in ("tokens", "bits") else ""
     if "bits_per_byte" in found:
@@ -130,7 +130,7 @@ def _table(scores: "Sequence[Score]") -> str:
     )
 
 
-def _count_splits(model: "nn.Module", dataset: "BaseDataset", batch_size: int) -> dict[str, tuple[int, int]]:
+def count_splits(model: "nn.Module", dataset: "BaseDataset", batch_size: int) -> dict[str, tuple[int, int]]:
     """Count the correct answers, and all, on each split that the data set has."""
     judges = {"labels": right_labels, "answers": right_labels, "bits": right_bits}
     if dataset.task not in judges:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 
@@ -25,8 +25,11 @@ from unrolled.fields import field_types
 from unrolled.files import write_file
 from unrolled.models import KINDS, Decoder
 from unrolled.models.config import ModelConfig
-from unrolled.models.saving import SavedModel
+from unrolled.models.saving import CONFIG_FILE, WEIGHTS_FILE, SavedModel
 from unrolled.training import TrainConfig
+
+if TYPE_CHECKING:
+    import torch
 
 SECTIONS = ("data", "model", "train", "run_dir")
 FILE_NAME = "run.yaml"
@@ -77,6 +80,26 @@ class Run:
     def data(self) -> dict[str, Any]:
         """The name of the data set and its options."""
         return {"name": self.dataset.name} | self.dataset.options
+
+    def new_model(self, device: "torch.device") -> Any:
+        """Make the model with its initial weights, which follow from the seed."""
+        import torch
+
+        torch.manual_seed(self.train.seed)
+        model: Any = self.kind(self.model).to(device)
+        self.dataset.vocabulary.attach(model)
+        return model
+
+    def begin(self, resumed: bool) -> None:
+        """Write `run_dir/run.yaml`, and unless the run is resumed, remove what an earlier one has written.
+
+        Raises:
+            ValueError: the folder cannot be made or written to.
+        """
+        self.save()
+        if not resumed:
+            for file in (CONFIG_FILE, WEIGHTS_FILE, data.VOCABULARY_FILE):
+                (self.run_dir / file).unlink(missing_ok=True)
 
     def save(self) -> None:
         """Write `run_dir/run.yaml`, making the folder.

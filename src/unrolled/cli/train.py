@@ -1,7 +1,7 @@
 """`unrolled train`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -89,14 +89,11 @@ def train(
       run.yaml                         all settings, to be used as such a file
       vocabulary.json                  what the token ids stand for
     """
-    import torch
-
     from unrolled import training
     from unrolled.cli import run_config
     from unrolled.cli._device import choose
-    from unrolled.data import VOCABULARY_FILE
     from unrolled.folders import check_folder, contents
-    from unrolled.models.saving import CONFIG_FILE, PLAN_FILE, WEIGHTS_FILE
+    from unrolled.models.saving import PLAN_FILE, WEIGHTS_FILE
     from unrolled.training.processes import joined
 
     with joined() as processes:
@@ -113,27 +110,25 @@ def train(
             if processes.first:
                 what = "a run of unrolled train with its checkpoint"
                 check_folder(run.run_dir, what, made_before, force=force)
-            torch.manual_seed(run.train.seed)  # the initial weights
             where = choose(device)
-            model: Any = run.kind(run.model).to(where)
-            run.dataset.vocabulary.attach(model)
+            model = run.new_model(where)
 
         if dry_run:
             _print(training.dry_run(model, run.dataset, run.train, run.run_dir, resume=resume), run, where)
             return
-
-        def start(resumed: bool) -> None:
-            run.save()
-            if not resumed:
-                for file in (CONFIG_FILE, WEIGHTS_FILE, VOCABULARY_FILE):  # those of an earlier run
-                    (run.run_dir / file).unlink(missing_ok=True)
 
         if processes.first:
             parameters = sum(x.numel() for x in model.parameters())
             others = "" if processes.alone else f"{processes.size} processes, "
             typer.echo(f"{parameters:,} parameters, {others}run folder {run.run_dir}", err=True)
         result = training.train(
-            model, run.dataset, run.train, run.run_dir, resume=resume, tensorboard=tensorboard, on_start=start
+            model,
+            run.dataset,
+            run.train,
+            run.run_dir,
+            resume=resume,
+            tensorboard=tensorboard,
+            on_start=run.begin,
         )
         if processes.first:
             _report_loss(result, run)

@@ -1,0 +1,88 @@
+"""The report of an experiment: results.json, table.md, plot.png and report.html."""
+
+import base64
+import json
+import platform
+from html import escape
+from importlib import resources
+from pathlib import Path
+from string import Template
+
+import torch
+
+from unrolled.bench.machine import processor
+from unrolled.bench.report import table
+from unrolled.cli._output import can_plot, software
+from unrolled.experiments import Results, Verdict
+from unrolled.files import write_file
+
+HORIZONTAL = {"step": "training step", "seconds": "seconds of training"}
+
+
+def write(results: Results, scale: str, folder: Path) -> None:
+    """Write the four files; the plot only if matplotlib is installed."""
+    experiment, about = results.experiment, {"scale": scale, "machine": machine()}
+    header, lines = results.table()
+    verdicts = [told(verdict) for verdict in results.verdicts()]
+    text = f"{table(header, lines)}\n\n" + "".join(f"- {x}\n" for x in verdicts)
+    write_file(folder / "results.json", f"{json.dumps(results.to_json() | about, indent=1)}\n")
+    write_file(folder / "table.md", f"# {experiment.name}, {scale}\n\n{experiment.claim}\n\n{text}")
+    picture = plot(results) if lines and can_plot() else None
+    if picture is not None:
+        write_file(folder / "plot.png", picture)
+    write_file(folder / "report.html", page(results, scale, picture))
+
+
+def machine() -> dict[str, str | int]:
+    """Name what the figures depend on."""
+    return {"processor": processor(), "torch": torch.__version__, "python": platform.python_version()}
+
+
+def plot(results: Results) -> bytes:
+    """Draw the validation loss of each contender that has ended, at its best settings with the first seed."""
+    from unrolled.bench import plots
+
+    experiment, lines = results.experiment, []
+    for name in experiment.contenders:
+        figures = None if (best := results.best(name)) is None else results.figures(best)
+        if figures is not None:
+            curve = figures["curve"]
+            unit = figures["seconds_per_step"] if experiment.horizontal == "seconds" else 1
+            lines.append(plots.Line(name, [x * unit for x in curve["step"]], curve["loss"]))
+    figure = plots.loss_curves(plots.LIGHT, "validation loss", lines, HORIZONTAL[experiment.horizontal])
+    return plots.png(figure, software("reproduce"))
+
+
+def page(results: Results, scale: str, picture: bytes | None) -> str:
+    """Return a page that needs no other file."""
+    experiment = results.experiment
+    header, lines = results.table()
+    template = Template(
+        resources.files("unrolled.cli").joinpath("experiment.html").read_text(encoding="utf-8")
+    )
+    image = ""
+    if picture is not None:
+        source = base64.b64encode(picture).decode()
+        image = f'<img alt="Validation losses during training" src="data:image/png;base64,{source}">'
+    cells = ["".join(f"<th>{escape(x)}</th>" for x in header)]
+    cells += ["".join(f"<td>{escape(x)}</td>" for x in line) for line in lines]
+    settings = json.dumps({"base": experiment.base, "contenders": experiment.contenders}, indent=1)
+    return template.substitute(
+        name=escape(experiment.name),
+        scale=escape(scale),
+        claim=escape(experiment.claim),
+        paper=escape(experiment.paper),
+        head=f"<tr>{cells[0]}</tr>",
+        body="".join(f"<tr>{row}</tr>" for row in cells[1:]),
+        verdicts="".join(f"<li>{escape(told(x))}</li>" for x in results.verdicts()),
+        picture=image,
+        settings=escape(settings),
+        machine=escape(", ".join(f"{key} {value}" for key, value in machine().items())),
+    )
+
+
+def told(verdict: Verdict) -> str:
+    """Say in a line whether an expectation holds, with both sides."""
+    text, held, sides = verdict
+    said = {True: "held", False: "NOT HELD", None: "not known yet"}[held]
+    return f"{said}: {text}" + ("" if sides is None else f" ({sides[0]:.4g} and {sides[1]:.4g})")

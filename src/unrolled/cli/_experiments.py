@@ -1,0 +1,158 @@
+"""Running the trials of an experiment, each in an ordinary run folder."""
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from unrolled import experiments, training
+from unrolled.cli import run_config
+from unrolled.cli._scores import count_splits
+from unrolled.decode import load_model
+from unrolled.experiments import Experiment, Figures, Results, Trial
+from unrolled.files import read_object, write_file
+from unrolled.training.checkpoint import fingerprint
+
+FIGURES = "figures.json"
+"""In the folder of a run: what was measured when it had ended."""
+
+
+def load(name: str) -> Experiment:
+    """Read an experiment, by its name or from a file.
+
+    Raises:
+        ValueError: there is none, or the file is wrong.
+    """
+    path = experiments.path(name)
+    if not path.is_file():
+        raise ValueError(
+            f"{path} does not exist: name a .yaml file, or one of {', '.join(experiments.names())}"
+        )
+    return experiments.made_of(run_config.read(path, []), path)
+
+
+def ended(experiment: Experiment, folder: Path) -> Results:
+    """Collect the runs that have ended in a folder."""
+    found: dict[Path, Figures] = {}
+    results = Results(experiment, found)
+    for contender in experiment.contenders:
+        for _ in range(2):  # the other seeds are known only after the sweep
+            for trial in results.trials(contender):
+                if (folder / trial.folder / FIGURES).is_file():
+                    found[trial.folder] = read_object(folder / trial.folder / FIGURES)
+    return results
+
+
+def run(
+    experiment: Experiment,
+    folder: Path,
+    contenders: list[str],
+    data_dir: Path | None,
+    device: torch.device,
+    on_end: Callable[[Results], object],
+) -> Results:
+    """Train what is missing, contender by contender, and call `on_end` after each run.
+
+    Raises:
+        ValueError: a run in the folder has other settings or other data, or as `unrolled.training.train`.
+        KeyboardInterrupt: on Ctrl-C; the same call goes on.
+    """
+    results = ended(experiment, folder)
+    runs = dict(results.runs)
+    results = Results(experiment, runs)
+    for contender in contenders:
+        for phase in (experiment.sweeps, results.seeds):
+            for trial in phase(contender):
+                before = runs.get(trial.folder)
+                runs[trial.folder] = _measured(experiment, trial, folder, data_dir, device, before)
+                if before is None:
+                    on_end(results)
+    return results
+
+
+def _measured(
+    experiment: Experiment,
+    trial: Trial,
+    folder: Path,
+    data_dir: Path | None,
+    device: torch.device,
+    before: Figures | None,
+) -> Figures:
+    """Train and evaluate, unless that has been done with the same settings and data."""
+    run_dir = folder / trial.folder
+    values = experiment.values(trial) | {"run_dir": str(run_dir)}
+    if data_dir is not None:
+        values["data"] = values["data"] | {"data_dir": str(data_dir)}
+    run = run_config.resolve(values)
+    first = run.dataset.batch("train", step=0, batch_size=run.train.batch_size, seed=run.train.seed)
+    settings = run_config.plain(
+        {"model": asdict(cast(Any, run.model)), "train": asdict(run.train), "data": run.data}
+    )
+    settings["data"].pop("data_dir", None)
+    settings["evaluate"] = run_config.plain(dict(experiment.evaluate))
+    text = json.dumps([settings, fingerprint(first.inputs, first.targets)], sort_keys=True)
+    key = hashlib.sha256(text.encode()).hexdigest()
+    if before is not None:
+        if before["key"] != key:
+            raise ValueError(
+                f"{run_dir} holds a run with other settings or data than {experiment.name} has now: remove "
+                "it, or choose another folder by --out"
+            )
+        return before
+    model = run.new_model(device)
+    result = training.train(model, run.dataset, run.train, run_dir, on_start=run.begin)
+    result.raise_if_interrupted()
+    model = load_model(run_dir).to(device).eval()
+    evaluations = {
+        name: _scores(model, run_config.resolve(_changed(values, changes)))
+        for name, changes in experiment.evaluate.items()
+    }
+    figures = {
+        **_scores(model, run),
+        "seconds": result.seconds,
+        "seconds_per_step": result.seconds / max(result.steps, 1),
+        "parameters": sum(x.numel() for x in model.parameters()),
+        "steps": result.steps,
+        "evaluations": evaluations,
+        "curve": _curve(run_dir),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S%z"),
+        "key": key,
+    }
+    write_file(run_dir / FIGURES, f"{json.dumps(figures, indent=1)}\n")
+    return figures
+
+
+def _changed(values: dict[str, Any], changes: Any) -> dict[str, Any]:
+    data = {key.partition(".")[2]: value for key, value in changes.items()}
+    return values | {"data": values["data"] | data}
+
+
+def _scores(model: Any, run: run_config.Run) -> dict[str, float | None]:
+    """Evaluate on the validation split: loss, bits for each target of tokens, and accuracy if there is one.
+
+    Where `train.eval_batches` limits the evaluation, there is no accuracy.
+    """
+    config, task, accuracy = run.train, run.dataset.task, None
+    if config.eval_batches is None and task == "tokens":
+        length = next(iter(run.dataset.eval_batches(1))).inputs.shape[1]
+        [score] = training.evaluate_positions(model, run.dataset, config, [(0, length)])
+        loss, accuracy = score.loss, score.accuracy
+    else:
+        loss = training.evaluate(model, run.dataset, config)
+        if config.eval_batches is None and (counts := count_splits(model, run.dataset, config.batch_size)):
+            right, count = counts.get("test", counts["validation"])
+            accuracy = right / count
+    bits = loss / math.log(2) if task in ("tokens", "bits") else None
+    return {"loss": loss, "bits": bits, "accuracy": accuracy}
+
+
+def _curve(run_dir: Path) -> dict[str, list[float]]:
+    """Return the steps and the validation losses of a run."""
+    lines = [line for line in training.read_log(run_dir / "log.jsonl") if line["event"] == "eval"]
+    return {"step": [line["step"] for line in lines], "loss": [line["loss"] for line in lines]}

@@ -1,0 +1,139 @@
+"""`unrolled reproduce`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unrolled.cli._options import DataDir, Device, Force, refuse
+
+if TYPE_CHECKING:
+    from unrolled.experiments import Experiment, Results
+
+DEFAULT_OUT = Path("runs", "reproduce")
+
+
+def reproduce(
+    name: Annotated[
+        str | None, typer.Argument(help="An experiment, or the .yaml file of one; all are listed without it.")
+    ] = None,
+    *,
+    scale: Annotated[str | None, typer.Option(help="quick or full, as the experiment has them.")] = None,
+    only: Annotated[
+        str | None, typer.Option(help="Names of contenders with commas between; others wait.")
+    ] = None,
+    table: Annotated[bool, typer.Option("--table", help="Train nothing: report what is there.")] = False,
+    copy: Annotated[
+        Path | None, typer.Option(help="Write the experiment to this .yaml file, to be changed and run.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of all experiments.")] = DEFAULT_OUT,
+    data_dir: DataDir = None,
+    device: Device = None,
+    force: Force = False,
+) -> None:
+    """Check a claim of the sources: train all contenders alike, and compare.
+
+    \b
+    Examples:
+      unrolled reproduce
+      unrolled reproduce copy-convergence --scale quick
+      unrolled reproduce copy-convergence --scale quick --table
+      unrolled reproduce copy-convergence --copy mine.yaml
+      unrolled reproduce mine.yaml --only linear,softmax
+
+    Each run is an ordinary run folder below OUT/NAME/SCALE. Those that have ended are not trained again:
+    repeat the command to go on after an interruption. Beside them are results.json, table.md, plot.png and
+    report.html.
+    """
+    from unrolled.cli import _experiments
+    from unrolled.cli._device import choose
+
+    if name is None:
+        refuse({"--scale": scale, "--only": only, "--table": table or None, "--copy": copy}, "an experiment")
+        _list(out)
+        return
+    experiment = _experiments.load(name)
+    if copy is not None:
+        _copy(name, copy, force)
+        return
+    scale = scale or next(iter(experiment.scales))
+    experiment = experiment.at(scale)
+    contenders = _chosen(experiment, only)
+    folder = out / experiment.name / scale
+    if table:
+        results = _experiments.ended(experiment, folder)
+        if not results.runs:
+            raise ValueError(f"no run of {experiment.name} has ended in {folder}: leave out --table")
+    else:
+
+        def on_end(results: "Results") -> None:
+            _write(results, scale, folder)
+
+        results = _experiments.run(experiment, folder, contenders, data_dir, choose(device), on_end)
+    _write(results, scale, folder)
+    _tell(results)
+    typer.echo(f"\nThe report: {folder / 'report.html'}")
+
+
+def _list(out: Path) -> None:
+    """Print the experiments, with how many of their runs have ended at each scale."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from unrolled import experiments
+    from unrolled.cli import _experiments
+
+    listed = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("experiment", "claim", "scale", "minutes", "ended"):
+        listed.add_column(column, justify="right" if column in ("minutes", "ended") else "left")
+    for name in experiments.names():
+        experiment = _experiments.load(name)
+        for i, scale in enumerate(experiment.scales):
+            at = experiment.at(scale)
+            count = len(_experiments.ended(at, out / name / scale).runs)
+            total = sum(len(list(at.sweeps(x))) + len(at.seeds) - 1 for x in at.contenders)
+            first = ("", "") if i else (name, experiment.claim)
+            listed.add_row(*first, scale, f"{experiment.budget[scale]:g}", f"{count} of {total}")
+    Console(soft_wrap=False).print(listed)
+
+
+def _copy(name: str, to: Path, force: bool) -> None:
+    """Write the file of an experiment."""
+    from unrolled import experiments
+    from unrolled.files import write_file
+    from unrolled.folders import check_file
+
+    if to.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"--copy is {str(to)!r}, but must end in .yaml")
+    text = experiments.path(name).read_text(encoding="utf-8")
+    check_file(to, lambda: to.read_text(encoding="utf-8") == text, force=force)
+    write_file(to, text)
+
+
+def _chosen(experiment: "Experiment", only: str | None) -> list[str]:
+    """Return the contenders to train."""
+    if only is None:
+        return list(experiment.contenders)
+    chosen = [x.strip() for x in only.split(",")]
+    for x in chosen:
+        if x not in experiment.contenders:
+            raise ValueError(f"--only has {x!r}, but the contenders are {', '.join(experiment.contenders)}")
+    return chosen
+
+
+def _write(results: "Results", scale: str, folder: Path) -> None:
+    """Write the report of what has ended."""
+    from unrolled.cli import _experiment_report
+
+    _experiment_report.write(results, scale, folder)
+
+
+def _tell(results: "Results") -> None:
+    """Print the table and the expectations."""
+    from unrolled.bench.report import table
+    from unrolled.cli._experiment_report import told
+
+    header, lines = results.table()
+    typer.echo(table(header, lines))
+    for text in map(told, results.verdicts()):
+        typer.echo(text)

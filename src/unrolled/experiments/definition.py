@@ -1,0 +1,181 @@
+"""What an experiment is: the claim, who contends, and what is expected."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from unrolled.experiments.expressions import Expectation
+
+SMOKE = "smoke"
+"""The scale of tests: two steps of every contender."""
+_KINDS = {
+    **dict.fromkeys(("base", "contenders", "budget", "published", "sweep", "evaluate", "scales"), dict),
+    **dict.fromkeys(("expect", "seeds"), list),
+    **dict.fromkeys(("claim", "paper", "horizontal"), str),
+}
+_TWO_STEPS = {"train.steps": 2, "train.seconds": None, "train.eval_batches": 1, "train.eval_every": 2}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to train a model: settings in the form `model.attention`, over those of the experiment."""
+
+    name: str
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run: a contender with a value of each swept setting, and a seed."""
+
+    contender: str
+    swept: Mapping[str, Any]
+    seed: int
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies below the folder of the experiment, such as "linear/lr=0.001,seed=0"."""
+        parts = [f"{key.rpartition('.')[2]}={value}" for key, value in self.swept.items()]
+        return Path(self.contender, ",".join([*parts, f"seed={self.seed}"]))
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment; the fields are those of its file, but for `name`, which is that of the file.
+
+    Attributes:
+        claim: what the source says, in one sentence.
+        paper: the source: authors and year, arXiv number, where in it.
+        base: the settings of every run, the sections of a file for `unrolled train`.
+        contenders: by their names, settings that differ from `base`, such as `{model.attention: softmax}`.
+        budget: minutes of one core, by scale.
+        expect: comparisons of what was measured; see `expressions.Expectation`.
+        published: by contender, what the source reports, as text.
+        sweep: settings with several values, each tried with the first seed; the value with the lowest
+            validation loss goes on with the others.
+        seeds: of `train.seed`.
+        evaluate: further evaluations of the trained models, by name: settings of the data that differ.
+        scales: by name, settings, `seeds` and `sweep` that differ; "full" by default is none.
+        horizontal: of the plot, "step" or "seconds".
+    """
+
+    name: str
+    claim: str
+    paper: str
+    base: Mapping[str, Any]
+    contenders: Mapping[str, Mapping[str, Any]]
+    budget: Mapping[str, float]
+    expect: tuple[str, ...] = ()
+    published: Mapping[str, str] = field(default_factory=dict)
+    sweep: Mapping[str, list[Any]] = field(default_factory=dict)
+    seeds: tuple[int, ...] = (0,)
+    evaluate: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    scales: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"full": {}})
+    horizontal: str = "step"
+
+    @property
+    def expectations(self) -> list[Expectation]:
+        """What is expected, parsed."""
+        return [Expectation.parse(text, self.contenders, self.evaluate) for text in self.expect]
+
+    def at(self, scale: str) -> "Experiment":
+        """Return the experiment at a scale, its settings being part of `base`.
+
+        Raises:
+            ValueError: it has no such scale.
+        """
+        if scale == SMOKE:
+            changes: dict[str, Any] = {"seeds": self.seeds[:1]} | _TWO_STEPS
+            changes["sweep"] = {key: values[:1] for key, values in self.sweep.items()}
+        elif scale in self.scales:
+            changes = dict(self.scales[scale])
+        else:
+            raise ValueError(f"scale is {scale!r}, but must be one of {', '.join([*self.scales, SMOKE])}")
+        own = {name: changes.pop(name) for name in ("seeds", "sweep") if name in changes}
+        values = {x.name: getattr(self, x.name) for x in fields(self)} | own
+        values["seeds"] = tuple(values["seeds"])
+        values["contenders"] = {
+            name: _not_overridden(settings, changes) for name, settings in self.contenders.items()
+        }
+        return Experiment(**values | {"base": merged(self.base, changes)})
+
+    def values(self, trial: Trial) -> dict[str, Any]:
+        """Return the sections of the settings of a run."""
+        found = merged(self.base, self.contenders[trial.contender])
+        return merged(found, {**trial.swept, "train.seed": trial.seed})
+
+    def sweeps(self, contender: str) -> Iterator[Trial]:
+        """Yield the runs with the first seed, one for each choice of the swept settings."""
+        for values in product(*self.sweep.values()):
+            yield Trial(contender, dict(zip(self.sweep, values, strict=True)), self.seeds[0])
+
+
+def _not_overridden(settings: Mapping[str, Any], scale: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop what a scale sets for all, such as the number of steps."""
+    return {key: value for key, value in settings.items() if key not in scale}
+
+
+def merged(sections: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sections with settings such as `model.attention` in their places; nothing given is changed."""
+    found: dict[str, Any] = {key: dict(value) for key, value in sections.items()}
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        found.setdefault(section, {})[name] = value
+    return found
+
+
+def made_of(values: Mapping[str, Any], source: Path) -> Experiment:
+    """Make an experiment of the values of its file.
+
+    Raises:
+        ValueError: a key is unknown or missing, a value has another type, or an expectation is wrong.
+    """
+    known = {x.name for x in fields(Experiment)} - {"name"}
+    if unknown := sorted(values.keys() - known):
+        raise ValueError(
+            f"{source} has the key {unknown[0]!r}, but must have some of {', '.join(sorted(known))}"
+        )
+    needed = {"claim", "paper", "base", "contenders", "budget"}
+    if missing := sorted(needed - values.keys()):
+        raise ValueError(f"{source} has no {missing[0]}, but must have {', '.join(sorted(needed))}")
+    for name, kind in _KINDS.items():
+        if name in values and (not isinstance(values[name], kind) or not values[name]):
+            expected = {dict: "a mapping", list: "a list", str: "text"}[kind]
+            raise ValueError(
+                f"{name} of {source} is {values[name]!r}, but must be {expected} that is not empty"
+            )
+    given = dict(values)
+    given["contenders"] = {name: settings or {} for name, settings in values["contenders"].items()}
+    given["scales"] = {name: settings or {} for name, settings in values.get("scales", {"full": {}}).items()}
+    if given.get("horizontal", "step") not in ("step", "seconds"):
+        raise ValueError(
+            f"horizontal of {source} is {given['horizontal']!r}, but must be 'step' or 'seconds'"
+        )
+    for part in ("contenders", "scales", "evaluate"):
+        for name, settings in given.get(part, {}).items():
+            _check_settings(f"{name} in {part} of {source}", settings, part)
+    for name in ("expect", "seeds"):
+        if name in given:
+            given[name] = tuple(given[name])
+    experiment = Experiment(source.stem, **given)
+    try:
+        experiment.expectations  # noqa: B018  # which parses them
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+    return experiment
+
+
+def _check_settings(what: str, settings: object, part: str) -> None:
+    if not isinstance(settings, dict):
+        raise ValueError(f"{what} is {settings!r}, but must be a mapping of settings like model.attention")
+    for key in settings:
+        section = str(key).partition(".")[0]
+        allowed = ("data",) if part == "evaluate" else ("data", "model", "train")
+        if (section not in allowed or "." not in str(key)) and not (
+            part == "scales" and key in ("seeds", "sweep")
+        ):
+            raise ValueError(
+                f"{what} sets {key!r}, but must set parts of {', '.join(allowed)}, like data.length"
+            )

@@ -1,0 +1,128 @@
+"""What an experiment expects: comparisons such as `loss["linear"] - loss["softmax"] < 0.05`."""
+
+import ast
+import operator
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+MEASURES = ("loss", "accuracy", "bits", "seconds", "seconds_per_step", "parameters")
+"""What can be compared; see `results.Results`."""
+BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+COMPARE: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+FUNCTIONS: dict[str, Callable[..., float]] = {"abs": abs, "min": min, "max": max}
+
+Value = Callable[[str, str, str | None], float | None]
+"""Gives a measure of a contender, of the validation split or of a further evaluation; None if unknown yet."""
+
+
+class _UnknownError(Exception):
+    """A run that an expectation needs has not ended."""
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """A comparison of two sides.
+
+    A side has numbers, + - * /, abs, min, max, and `measure["contender"]` or, of one of the further
+    evaluations, `measure["contender", "evaluation"]`.
+    """
+
+    text: str
+    left: ast.expr
+    relation: type[ast.cmpop]
+    right: ast.expr
+
+    @classmethod
+    def parse(
+        cls, text: str, contenders: Collection[str], evaluations: Collection[str] = ()
+    ) -> "Expectation":
+        """Parse a comparison.
+
+        Raises:
+            ValueError: it is none, or names what does not exist.
+        """
+        try:
+            found = ast.parse(str(text), mode="eval").body
+        except SyntaxError as error:
+            raise ValueError(f"the expectation {text!r} is no comparison: {error.msg}") from error
+        if not isinstance(found, ast.Compare) or len(found.ops) != 1 or type(found.ops[0]) not in COMPARE:
+            raise ValueError(f"the expectation {text!r} must compare two sides by <, <=, > or >=")
+        for side in (found.left, found.comparators[0]):
+            _check(side, text, contenders, evaluations)
+        return cls(str(text), found.left, type(found.ops[0]), found.comparators[0])
+
+    def judge(self, value: Value) -> tuple[bool | None, tuple[float, float] | None]:
+        """Return whether it holds, and both sides; None for what is not known yet."""
+        try:
+            sides = _number(self.left, value), _number(self.right, value)
+        except _UnknownError:
+            return None, None
+        return COMPARE[self.relation](*sides), sides
+
+
+def _check(node: ast.expr, text: str, contenders: Collection[str], evaluations: Collection[str]) -> None:
+    match node:
+        case ast.Constant(value=int() | float()):
+            return
+        case ast.UnaryOp(op=ast.USub(), operand=x):
+            parts = [x]
+        case ast.BinOp(left=x, op=op, right=y) if type(op) in BINARY:
+            parts = [x, y]
+        case ast.Call(func=ast.Name(id=name), args=[_, *_] as parts, keywords=[]) if name in FUNCTIONS:
+            pass
+        case ast.Subscript(value=ast.Name(id=name)) if name in MEASURES:
+            contender, evaluation = _place(node)
+            known = {"contender": (contender, contenders), "evaluation": (evaluation, [*evaluations, None])}
+            for what, (found, names) in known.items():
+                if found not in names:
+                    listed = ", ".join(str(x) for x in names if x is not None) or "none"
+                    raise ValueError(
+                        f"the expectation {text!r} has the {what} {found!r}, but there are: {listed}"
+                    )
+            return
+        case _:
+            raise ValueError(
+                f"the expectation {text!r} has {ast.unparse(node)!r}, but must be made of numbers, + - * /, "
+                f"{', '.join(FUNCTIONS)}, and {', '.join(MEASURES)} with a contender in brackets and quotes"
+            )
+    for part in parts:
+        _check(part, text, contenders, evaluations)
+
+
+def _place(node: ast.Subscript) -> tuple[Any, Any]:
+    """Return the contender and the evaluation in the brackets."""
+    try:
+        place = ast.literal_eval(node.slice)
+    except ValueError:
+        place = ast.unparse(node.slice)
+    contender, evaluation, *_ = (*place, None) if isinstance(place, tuple) else (place, None)
+    return contender, evaluation
+
+
+def _number(node: ast.expr, value: Value) -> float:
+    match node:
+        case ast.Constant(value=x):
+            return float(x)  # type: ignore[arg-type]  # `_check` has seen that it is a number
+        case ast.UnaryOp(operand=x):
+            return -_number(x, value)
+        case ast.BinOp(left=x, op=op, right=y):
+            return BINARY[type(op)](_number(x, value), _number(y, value))
+        case ast.Call(func=ast.Name(id=name), args=parts):
+            return FUNCTIONS[name](*(_number(part, value) for part in parts))
+        case ast.Subscript(value=ast.Name(id=name)):
+            found = value(name, *_place(node))
+            if found is None:
+                raise _UnknownError
+            return found
+    raise AssertionError(ast.dump(node))

@@ -1,0 +1,144 @@
+"""What the runs of an experiment add up to: means, standard errors, and which expectations hold."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from unrolled.experiments.definition import Experiment, Trial
+from unrolled.experiments.expressions import MEASURES
+
+Figures = Mapping[str, Any]
+"""What was measured of a run: `MEASURES`, and under "evaluations" the loss and the accuracy of each further
+evaluation. What a task does not have is None."""
+
+
+class Mean(NamedTuple):
+    """The mean over the seeds and its standard error, None of one seed."""
+
+    mean: float
+    error: float | None
+
+
+class Verdict(NamedTuple):
+    """An expectation, whether it holds, and the values of both sides; None where runs are missing."""
+
+    text: str
+    held: bool | None
+    sides: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Results:
+    """The runs of an experiment, at one scale, that have ended.
+
+    Attributes:
+        experiment: at this scale.
+        runs: their figures, by their folders; see `Trial.folder`.
+    """
+
+    experiment: Experiment
+    runs: Mapping[Path, Figures]
+
+    def figures(self, trial: Trial) -> Figures | None:
+        """Return what was measured of a run, None if it has not ended."""
+        return self.runs.get(trial.folder)
+
+    def best(self, contender: str) -> Trial | None:
+        """Return the swept run of a contender with the lowest loss; None until all of them have ended."""
+        tried = {trial.folder: trial for trial in self.experiment.sweeps(contender)}
+        if not tried.keys() <= self.runs.keys():
+            return None
+        return tried[min(tried, key=lambda folder: self.runs[folder]["loss"])]
+
+    def seeds(self, contender: str) -> list[Trial]:
+        """List the runs of a contender with the best of the swept settings, one for each seed."""
+        best = self.best(contender)
+        return [] if best is None else [Trial(contender, best.swept, x) for x in self.experiment.seeds]
+
+    def trials(self, contender: str) -> list[Trial]:
+        """List all runs of a contender that are known to be needed."""
+        tried = [*self.experiment.sweeps(contender), *self.seeds(contender)]
+        return list({trial.folder: trial for trial in tried}.values())
+
+    def mean(self, measure: str, contender: str, evaluation: str | None = None) -> Mean | None:
+        """Average a measure over the seeds that have ended; None if there is none."""
+        found: list[float] = []
+        for trial in self.seeds(contender):
+            if (figures := self.figures(trial)) is not None:
+                of = figures if evaluation is None else figures["evaluations"][evaluation]
+                if of.get(measure) is None:
+                    return None
+                found.append(of[measure])
+        return mean_of(found) if found else None
+
+    def verdicts(self) -> list[Verdict]:
+        """Judge the expectations; those that need a run which has not ended are open."""
+
+        def value(measure: str, contender: str, evaluation: str | None) -> float | None:
+            ended = [self.figures(trial) is not None for trial in self.seeds(contender)]
+            mean = self.mean(measure, contender, evaluation)
+            return None if mean is None or not all(ended) else mean.mean
+
+        return [Verdict(x.text, *x.judge(value)) for x in self.experiment.expectations]
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Return the header and a line for each contender that has ended."""
+        experiment = self.experiment
+        shown = [x for x in MEASURES if any(self.mean(x, name) for name in experiment.contenders)]
+        columns: list[tuple[str, str, str | None]] = [(x.replace("_", " "), x, None) for x in shown]
+        columns[1:1] = [(f"loss, {name}", "loss", name) for name in experiment.evaluate]
+        header = ["contender", *(["published"] if experiment.published else []), *experiment.sweep]
+        lines = []
+        for name in experiment.contenders:
+            best = self.best(name)
+            if best is None:
+                continue
+            line = [name, *([experiment.published.get(name, "")] if experiment.published else [])]
+            line += [
+                f"{value:g}" if isinstance(value, float) else str(value) for value in best.swept.values()
+            ]
+            lines.append(
+                [*line, *(shown_as(measure, self.mean(measure, name, at)) for _, measure, at in columns)]
+            )
+        return [*header, *(title for title, _, _ in columns), "seeds"], [
+            [*line, str(sum(self.figures(x) is not None for x in self.seeds(line[0])))] for line in lines
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it, for `results.json`."""
+        experiment = self.experiment
+        header, lines = self.table()
+        return {
+            "experiment": experiment.name,
+            "table": {"header": header, "lines": lines},
+            "expectations": [verdict._asdict() for verdict in self.verdicts()],
+            "runs": {
+                folder.as_posix(): {"settings": experiment.values(trial), **self.runs[folder]}
+                for name in experiment.contenders
+                for trial in self.trials(name)
+                if (folder := trial.folder) in self.runs
+            },
+        }
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    """Return the mean and its standard error."""
+    n, mean = len(values), math.fsum(values) / len(values)
+    if n == 1:
+        return Mean(mean, None)
+    return Mean(mean, math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (n - 1) / n))
+
+
+def shown_as(measure: str, value: Mean | None) -> str:
+    """Write a figure with its standard error."""
+    if value is None:
+        return ""
+    mean, error = value
+    if measure == "parameters":
+        return f"{mean:,.0f}"
+    if measure == "accuracy":
+        return f"{mean:.1%}" + ("" if error is None else f" ± {error:.1%}")
+    form = ",.0f" if measure == "seconds" else ".3g" if measure == "seconds_per_step" else ".3f"
+    return f"{mean:{form}}" + ("" if error is None else f" ± {error:{form}}")
