@@ -49,7 +49,8 @@ class Experiment:
         claim: what the source says, in one sentence.
         paper: the source: authors and year, arXiv number, where in it.
         base: the settings of every run, the sections of a file for `unrolled train`.
-        contenders: by their names, settings that differ from `base`, such as `{model.attention: softmax}`.
+        contenders: by their names, settings that differ from `base`, such as `{model.attention: softmax}`, or
+            another section as a whole, such as `model` for another kind of model.
         budget: minutes of one core, by scale.
         expect: comparisons of what was measured; see `expressions.Expectation`.
         published: by contender, what the source reports, as text.
@@ -118,11 +119,14 @@ def _not_overridden(settings: Mapping[str, Any], scale: Mapping[str, Any]) -> di
 
 
 def merged(sections: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sections with settings such as `model.attention` in their places; nothing given is changed."""
+    """Return sections with settings such as `model.attention` in their places, or another whole section."""
     found: dict[str, Any] = {key: dict(value) for key, value in sections.items()}
     for key, value in settings.items():
         section, _, name = key.partition(".")
-        found.setdefault(section, {})[name] = value
+        if name:
+            found[section] = found.get(section, {}) | {name: value}
+        else:
+            found[section] = dict(value)
     return found
 
 
@@ -170,12 +174,13 @@ def made_of(values: Mapping[str, Any], source: Path) -> Experiment:
 def _check_settings(what: str, settings: object, part: str) -> None:
     if not isinstance(settings, dict):
         raise ValueError(f"{what} is {settings!r}, but must be a mapping of settings like model.attention")
-    for key in settings:
-        section = str(key).partition(".")[0]
-        allowed = ("data",) if part == "evaluate" else ("data", "model", "train")
-        if (section not in allowed or "." not in str(key)) and not (
-            part == "scales" and key in ("seeds", "sweep")
-        ):
+    sections = ("data",) if part == "evaluate" else ("data", "model", "train")
+    whole = {"contenders": sections, "scales": ("seeds", "sweep"), "evaluate": ()}[part]
+    for key in map(str, settings):
+        section, _, name = key.partition(".")
+        if not (section in sections and name) and key not in whole:
             raise ValueError(
-                f"{what} sets {key!r}, but must set parts of {', '.join(allowed)}, like data.length"
+                f"{what} sets {key!r}, but must set parts of {', '.join(sections)}, like {sections[-1]}.seed"
+                if part != "evaluate"
+                else f"{what} sets {key!r}, but must set options of the data, like data.length"
             )
