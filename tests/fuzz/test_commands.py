@@ -61,6 +61,7 @@ POSITIONAL = {
     "export": [RUN, OUT],
     "serve": [RUN],
     "tokenize": [(["{world}/text.txt"], ["{world}/none", "{world}/empty", "{world}", ""])],
+    "reproduce": [(["mqar"], ["none", "{world}/none", "{world}/text.txt", "{world}/run/run.yaml", ""])],
 }
 OPTIONS = {
     "train": {
@@ -217,6 +218,16 @@ OPTIONS = {
         "--shard-tokens": (["1000"], COUNT[1]),
         "--force": FORCE,
     },
+    "reproduce": {
+        "--scale": (["smoke"], ["none", ""]),
+        "--only": (["linear"], ["none", "", ","]),
+        "--table": FLAG,
+        "--copy": ([], ["{world}/text.txt", "{world}/run/run.yaml"]),
+        "--out": (["{out}"], ["{world}/text.txt"]),
+        "--data-dir": (["{world}"], []),
+        "--device": DEVICE,
+        "--force": ([], [""]),
+    },
     "table": {"--markdown": FLAG, "--lengths": LENGTHS, "--measure": FLAG},
     "export": {
         "--opset": (["20"], ["0", "19", "26", "1.5", *NO_NUMBER]),
@@ -231,7 +242,7 @@ OPTIONS = {
     },
 }
 # Longer than a case may take, unless something in the line is refused.
-ONLY_REFUSED = {"demo", "serve", "bench", "compare", "linearize", "attend", "export", "tokenize"}
+ONLY_REFUSED = {"demo", "serve", "bench", "compare", "linearize", "attend", "export", "reproduce", "tokenize"}
 MAY_BE_MISSING = {"info", "bench", "compare"}
 SLOW_FLAGS = {"--aot", "--web", "--measure", "--int8", "--fused", "--list", "--tensorboard"}
 SETTINGS = {

@@ -54,6 +54,7 @@ def reproduce(
         return
     experiment = _experiments.load(name)
     if copy is not None:
+        refuse({"--scale": scale, "--only": only, "--table": table or None}, "a run, but --copy makes none")
         _copy(name, copy, force)
         return
     scale = scale or next(iter(experiment.scales))

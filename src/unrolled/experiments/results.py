@@ -50,7 +50,7 @@ class Results:
         tried = {trial.folder: trial for trial in self.experiment.sweeps(contender)}
         if not tried.keys() <= self.runs.keys():
             return None
-        return tried[min(tried, key=lambda folder: self.runs[folder]["loss"])]
+        return tried[min(tried, key=lambda folder: _known(self.runs[folder]["loss"]))]
 
     def seeds(self, contender: str) -> list[Trial]:
         """List the runs of a contender with the best of the swept settings, one for each seed."""
@@ -142,3 +142,8 @@ def shown_as(measure: str, value: Mean | None) -> str:
         return f"{mean:.1%}" + ("" if error is None else f" ± {error:.1%}")
     form = ",.0f" if measure == "seconds" else ".3g" if measure == "seconds_per_step" else ".3f"
     return f"{mean:{form}}" + ("" if error is None else f" ± {error:{form}}")
+
+
+def _known(loss: float) -> float:
+    """Return a loss that can be compared: that of a run which diverged is the highest."""
+    return math.inf if math.isnan(loss) else loss

@@ -1,0 +1,108 @@
+"""The files of experiments: what they mean, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unrolled import experiments
+from unrolled.cli import _experiments, run_config
+from unrolled.experiments import SMOKE, Experiment, made_of
+
+TINY: dict[str, Any] = {
+    "claim": "Wide is better than narrow.",
+    "paper": "Nobody 1900",
+    "base": {
+        "data": {"name": "copy", "length": 8},
+        "model": {"d_model": 8, "n_layers": 1, "n_heads": 1, "positions": "rotary", "recipe": "classic"},
+        "train": {"steps": 4, "eval_every": 2, "eval_batches": 1, "threads": 1},
+    },
+    "contenders": {"narrow": None, "wide": {"model.d_model": 16}},
+    "sweep": {"train.lr": [0.001, 0.1]},
+    "seeds": [0, 1],
+    "evaluate": {"longer": {"data.length": 12}},
+    "scales": {"quick": {"train.steps": 2, "seeds": [3]}, "full": None},
+    "expect": ['loss["wide"] < loss["narrow"]', 'loss["wide", "longer"] < 9'],
+    "budget": {"quick": 1, "full": 2},
+}
+
+
+def tiny(**changes: Any) -> Experiment:
+    return made_of({x: y for x, y in (TINY | changes).items() if y is not None}, Path("tiny.yaml"))
+
+
+@pytest.mark.parametrize("name", experiments.names())
+def test_the_experiments_of_the_library_can_be_run(name):
+    experiment = _experiments.load(name)
+    assert experiment.claim.endswith(".")
+    assert set(experiment.published) <= set(experiment.contenders)
+    assert list(experiment.scales) == ["quick", "full"] == list(experiment.budget)
+    for scale in experiment.scales:
+        at = experiment.at(scale)
+        for contender in at.contenders:
+            for trial in at.sweeps(contender):
+                values = at.values(trial)
+                if "name" in values["model"] or values["data"]["name"] in ("text", "mnist", "cifar10"):
+                    continue  # other kinds of models, and data in files
+                run_config.resolve(values)
+
+
+def test_a_scale_changes_all_contenders_and_a_contender_the_base():
+    quick = tiny(contenders={"a": {"train.steps": 9, "model.n_heads": 2}}, expect=None).at("quick")
+    [trial, other] = quick.sweeps("a")
+    assert str(trial.folder) == "a/lr=0.001,seed=3"
+    assert other.swept == {"train.lr": 0.1}
+    values = quick.values(trial)
+    assert values["train"] == {
+        "steps": 2, "eval_every": 2, "eval_batches": 1, "threads": 1, "lr": 0.001, "seed": 3
+    }  # fmt: skip
+    assert values["model"]["n_heads"] == 2
+    assert TINY["base"]["model"]["n_heads"] == 1
+
+
+def test_the_smoke_scale_makes_two_steps_with_one_seed_and_one_value():
+    smoke = tiny().at(SMOKE)
+    [trial] = smoke.sweeps("wide")
+    assert smoke.seeds == (0,)
+    assert smoke.values(trial)["train"]["steps"] == 2
+
+
+def test_a_contender_may_have_a_section_of_its_own():
+    experiment = tiny(contenders={"lstm": {"model": {"name": "recurrent_lm"}, "train.lr": 0.5}}, expect=None)
+    values = experiment.values(next(experiment.sweeps("lstm")))
+    assert values["model"] == {"name": "recurrent_lm"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"claims": "x"}, "tiny.yaml has the key 'claims', but must have some of base, budget, claim"),
+        ({"paper": None}, "tiny.yaml has no paper, but must have base, budget, claim, contenders, paper"),
+        ({"contenders": {}}, "contenders of tiny.yaml is {}, but must be a mapping that is not empty"),
+        ({"seeds": 3}, "seeds of tiny.yaml is 3, but must be a list that is not empty"),
+        ({"horizontal": "time"}, "horizontal of tiny.yaml is 'time', but must be 'step' or 'seconds'"),
+        ({"contenders": {"a": {"d_model": 3}}}, "a in contenders of tiny.yaml sets 'd_model', but must set"),
+        ({"contenders": {"a": 3}}, "a in contenders of tiny.yaml is 3, but must be a mapping of settings"),
+        ({"scales": {"full": {"model": {}}}}, "full in scales of tiny.yaml sets 'model', but must set parts"),
+        (
+            {"evaluate": {"x": {"train.lr": 1}}},
+            "x in evaluate of tiny.yaml sets 'train.lr', but must set opt",
+        ),
+        (
+            {"expect": ["loss['none'] < 1"]},
+            "tiny.yaml: the expectation .* has the contender 'none', but there",
+        ),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_sentence(changes, message):
+    with pytest.raises(ValueError, match=message):
+        tiny(**changes)
+
+
+def test_an_unknown_scale_or_experiment_is_refused():
+    with pytest.raises(ValueError, match="scale is 'big', but must be one of quick, full, smoke"):
+        tiny().at("big")
+    with pytest.raises(ValueError, match=r"the experiment is 'none', but must be a \.yaml file or one of ci"):
+        _experiments.load("none")
+    with pytest.raises(ValueError, match=r"none\.yaml does not exist"):
+        _experiments.load("none.yaml")

@@ -1,0 +1,75 @@
+"""Comparisons of what was measured, against Python's own evaluation of them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unrolled.experiments.expressions import Expectation
+
+NAMES = ("linear", "lsh-4")
+VALUES = {("loss", "linear", None): 1.5, ("loss", "lsh-4", None): 2.25, ("loss", "lsh-4", "at 9"): -0.5}
+
+
+class Loss:
+    """What `loss` is to Python."""
+
+    def __getitem__(self, place):
+        contender, at = place if isinstance(place, tuple) else (place, None)
+        return VALUES["loss", contender, at]
+
+
+leaves = st.one_of(
+    st.integers(0, 9).map(str),
+    st.sampled_from(["0.25", 'loss["linear"]', 'loss["lsh-4"]', 'loss["lsh-4", "at 9"]']),
+)
+sides = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from("+-*"), inner).map(lambda x: f"({x[0]} {x[1]} {x[2]})"),
+        inner.map(lambda x: f"-{x}"),
+        inner.map(lambda x: f"abs({x})"),
+        st.tuples(st.sampled_from(["min", "max"]), inner, inner).map(lambda x: f"{x[0]}({x[1]}, {x[2]})"),
+    ),
+    max_leaves=6,
+)
+
+
+@given(left=sides, relation=st.sampled_from(["<", "<=", ">", ">="]), right=sides)
+def test_an_expectation_is_what_python_makes_of_it(left, relation, right):
+    text = f"{left} {relation} {right}"
+    found = Expectation.parse(text, NAMES, ["at 9"])
+    held, both = found.judge(lambda *place: VALUES[place])
+    names = {"loss": Loss(), "abs": abs, "min": min, "max": max}
+    assert held == eval(text, names)
+    assert both == (eval(left, names), eval(right, names))
+
+
+def test_what_is_not_measured_yet_is_not_judged():
+    found = Expectation.parse('loss["linear"] / 2 < 1', NAMES)
+    assert found.judge(lambda *place: None) == (None, None)
+    assert found.judge(lambda *place: 1.0) == (True, (0.5, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("loss[", "is no comparison"),
+        ('loss["linear"]', "must compare two sides by <, <=, > or >="),
+        ("1 < 2 < 3", "must compare two sides"),
+        ("1 == 1", "must compare two sides"),
+        ('loss["linear", "at 7"] < 1', "has the evaluation 'at 7', but there are: at 9"),
+        ("loss[linear] < 1", None),
+        ('speed["linear"] < 1', "but must be made of numbers.* and loss, accuracy"),
+        ("__import__('os').getpid() < 1", "but must be made of numbers"),
+        ("(lambda: 1)() < 1", "but must be made of numbers"),
+        ("'a' < 'b'", "but must be made of numbers"),
+        ("abs() < 1", "but must be made of numbers"),
+        ("2 ** 9 < 1", "but must be made of numbers"),
+    ],
+)
+def test_anything_else_is_refused(text, message):
+    if message is None:  # without quotes it is the name all the same
+        assert Expectation.parse(text, NAMES).judge(lambda *place: VALUES[place]) == (False, (1.5, 1.0))
+        return
+    with pytest.raises(ValueError, match=message):
+        Expectation.parse(text, NAMES, ["at 9"])

@@ -1,0 +1,84 @@
+"""What runs add up to, against the library statistics."""
+
+import json
+import math
+import statistics
+
+import pytest
+
+from unrolled.experiments import Results
+
+from .test_definition import tiny
+
+
+def figures(loss: float, **more) -> dict:
+    return {
+        "loss": loss,
+        "accuracy": None,
+        "seconds": 2.0,
+        "evaluations": {"longer": {"loss": 2 * loss}},
+    } | more
+
+
+def test_the_best_swept_value_goes_on_with_the_other_seeds():
+    experiment = tiny(seeds=[0, 1, 2])
+    runs = {}
+    results = Results(experiment, runs)
+    first, second = experiment.sweeps("wide")
+    assert results.best("wide") is None
+    assert results.trials("wide") == [first, second]
+    runs[first.folder], runs[second.folder] = figures(0.9), figures(0.7)
+    assert results.best("wide") == second
+    trials = results.trials("wide")
+    assert [str(x.folder) for x in trials] == [
+        "wide/lr=0.001,seed=0", "wide/lr=0.1,seed=0", "wide/lr=0.1,seed=1", "wide/lr=0.1,seed=2"
+    ]  # fmt: skip
+    for trial, loss in zip(trials[2:], (0.8, 0.6), strict=True):
+        runs[trial.folder] = figures(loss)
+    mean, error = results.mean("loss", "wide")
+    assert mean == pytest.approx(0.7)
+    assert error == pytest.approx(statistics.stdev([0.7, 0.8, 0.6]) / math.sqrt(3))
+    assert results.mean("loss", "wide", "longer").mean == pytest.approx(1.4)
+    assert results.mean("accuracy", "wide") is None
+
+
+def test_expectations_wait_for_every_run_that_they_need():
+    runs = {}
+    experiment = tiny()
+    results = Results(experiment, runs)
+    assert [x.held for x in results.verdicts()] == [None, None]
+    for trial in experiment.sweeps("wide"):
+        runs[trial.folder] = figures(0.5)
+    assert [x.held for x in results.verdicts()] == [None, None], "the second seed is missing"
+    runs[results.seeds("wide")[1].folder] = figures(0.5)
+    assert [x.held for x in results.verdicts()] == [None, True]
+    for phase in (experiment.sweeps, results.seeds):
+        for trial in phase("narrow"):
+            runs[trial.folder] = figures(0.4)
+    assert [(x.held, x.sides) for x in results.verdicts()] == [(False, (0.5, 0.4)), (True, (1.0, 9.0))]
+
+
+def test_a_run_that_is_not_a_number_is_not_the_best():
+    runs = {}
+    results = Results(tiny(), runs)
+    for trial, loss in zip(tiny().sweeps("wide"), (math.nan, 0.7), strict=True):
+        runs[trial.folder] = figures(loss)
+    assert results.best("wide").swept == {"train.lr": 0.1}
+
+
+def test_the_table_and_the_file_say_what_was_measured():
+    runs = {}
+    experiment = tiny(published={"wide": "0.1"}, seeds=[0])
+    results = Results(experiment, runs)
+    for trial in experiment.sweeps("wide"):
+        runs[trial.folder] = figures(0.25, accuracy=0.875, parameters=1234, seconds_per_step=0.5)
+    header, lines = results.table()
+    assert header == [
+        "contender", "published", "train.lr", "loss", "loss, longer", "accuracy", "seconds", "seconds per step",
+        "parameters", "seeds",
+    ]  # fmt: skip
+    assert lines == [["wide", "0.1", "0.001", "0.250", "0.500", "87.5%", "2", "0.5", "1,234", "1"]]
+    found = json.loads(json.dumps(results.to_json()))
+    assert found["runs"]["wide/lr=0.1,seed=0"]["loss"] == 0.25
+    assert found["runs"]["wide/lr=0.1,seed=0"]["settings"]["train"]["lr"] == 0.1
+    assert found["table"]["lines"] == lines

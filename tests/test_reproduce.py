@@ -1,0 +1,145 @@
+"""`unrolled reproduce` from the first run to the report, interrupted and repeated."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from commands import error, run, works
+from experiments.test_definition import TINY
+
+from unrolled import experiments, training
+from unrolled.cli import _experiments
+from unrolled.training import read_log
+
+REAL = {"cifar-generation": "cifar10", "mnist-generation": "mnist"}
+TEXTS = ("lm-equal-time", "lm-small", "sparse-patterns")
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY, sort_keys=False))
+    return path
+
+
+def reproduce(path: Path, *words: object) -> str:
+    return works("reproduce", path, "--out", path.parent / "out", *words).stdout
+
+
+def test_an_experiment_is_run_and_reported(tiny: Path) -> None:
+    folder = tiny.parent / "out" / "tiny" / "quick"
+    printed = reproduce(tiny, "--only", "wide")
+    assert "| wide | 0." in printed
+    assert 'not known yet: loss["wide"] < loss["narrow"]' in printed
+    assert '\nheld: loss["wide", "longer"] < 9' in printed
+    assert not (folder / "narrow").exists()
+    log = folder / "wide" / "lr=0.1,seed=3" / "log.jsonl"
+    before = log.read_bytes()
+    printed = reproduce(tiny)
+    assert log.read_bytes() == before, "a run that had ended was trained again"
+    results = json.loads((folder / "results.json").read_text())
+    assert set(results["runs"]) == {f"{x}/lr={lr},seed=3" for x in ("wide", "narrow") for lr in (0.001, 0.1)}
+    assert results["scale"] == "quick"
+    assert results["machine"]["torch"] == torch.__version__
+    losses = {
+        x: min(y["loss"] for z, y in results["runs"].items() if z.startswith(x)) for x in ("wide", "narrow")
+    }
+    held = losses["wide"] < losses["narrow"]
+    assert ("held: " if held else "NOT HELD: ") + 'loss["wide"] < loss["narrow"]' in printed
+    assert f"{losses['narrow']:.3f}" in (folder / "table.md").read_text()
+    page = (folder / "report.html").read_text()
+    assert "Wide is better than narrow." in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert (folder / "plot.png").exists() == ("data:image/png" in page)
+    assert reproduce(tiny, "--table") in printed + "\n"
+
+
+def test_an_interrupted_experiment_goes_on(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = training.train
+
+    def killed(model, dataset, config, run_dir, **options):  # type: ignore[no-untyped-def]
+        if run_dir.name == "lr=0.1,seed=0":
+            batch = dataset.batch
+
+            def interrupted(split, *, step, **request):  # type: ignore[no-untyped-def]
+                if step == 3:
+                    raise KeyboardInterrupt
+                return batch(split, step=step, **request)
+
+            monkeypatch.setattr(dataset, "batch", interrupted)
+        return train(model, dataset, config, run_dir, **options)
+
+    monkeypatch.setattr(_experiments.training, "train", killed)
+    arguments = ["reproduce", tiny, "--out", tiny.parent / "out", "--scale", "full", "--only", "wide"]
+    assert run(*arguments).exit_code == 130
+    monkeypatch.undo()
+    works(*arguments)
+    folder = tiny.parent / "out" / "tiny" / "full" / "wide"
+    assert sorted(x.name for x in folder.iterdir())[:2] == ["lr=0.001,seed=0", "lr=0.1,seed=0"]
+    lines = read_log(folder / "lr=0.1,seed=0" / "log.jsonl")
+    assert [x["event"] for x in lines].count("resume") == 1
+    model = works("info", folder / "lr=0.1,seed=0").stdout
+    assert "decoder" in model
+
+
+def test_runs_of_another_experiment_are_not_mixed_in(tiny: Path) -> None:
+    reproduce(tiny, "--only", "wide")
+    tiny.write_text(
+        yaml.safe_dump(
+            TINY | {"contenders": {"wide": {"model.d_model": 24}}, "expect": ["1 < 2"]}, sort_keys=False
+        )
+    )
+    printed = error("reproduce", tiny, "--out", tiny.parent / "out")
+    assert "lr=0.001,seed=3 holds a run with other settings or data than tiny has now: remove it" in printed
+
+
+def test_an_experiment_is_copied_and_listed(tmp_path: Path) -> None:
+    works("reproduce", "mqar", "--copy", tmp_path / "mine.yaml")
+    assert (tmp_path / "mine.yaml").read_text() == experiments.path("mqar").read_text()
+    (tmp_path / "mine.yaml").write_text("claim: another")
+    assert "mine.yaml" in error("reproduce", "mqar", "--copy", tmp_path / "mine.yaml")
+    assert "must end in .yaml" in error("reproduce", "mqar", "--copy", tmp_path / "mine.txt")
+    printed = works("reproduce", "--out", tmp_path).stdout
+    assert all(name in printed for name in experiments.names())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--only", "wide,slim"], "--only has 'slim', but the contenders are narrow, wide"),
+        (["--scale", "big"], "scale is 'big', but must be one of quick, full, smoke"),
+        (["--table"], "no run of tiny has ended in"),
+    ],
+)
+def test_what_cannot_be_done_is_said(tiny: Path, words: list[str], message: str) -> None:
+    assert message in error("reproduce", tiny, "--out", tiny.parent / "out", *words)
+    assert "--scale is for an experiment" in error("reproduce", "--scale", "quick")
+
+
+@pytest.mark.documents
+@pytest.mark.parametrize("name", experiments.names())
+def test_every_experiment_makes_two_steps(name: str, tmp_path: Path) -> None:
+    path = experiments.path(name)
+    if name in REAL and not Path(os.environ.get("UNROLLED_DATA", ""), REAL[name]).is_dir():
+        pytest.skip(f"needs the real files: set UNROLLED_DATA to a folder that has {REAL[name]}/")
+    if name in TEXTS:
+        values = yaml.safe_load(path.read_text())
+        text = tmp_path / "text.txt"
+        text.write_text("the quick brown fox jumps over the lazy dog and back again " * 800)
+        values["base"]["data"]["path"] = str(text)
+        path = tmp_path / path.name
+        path.write_text(yaml.safe_dump(values))
+    works("reproduce", path, "--scale", "smoke", "--out", tmp_path / "out")
+    results = json.loads((tmp_path / "out" / name / "smoke" / "results.json").read_text())
+    assert len(results["table"]["lines"]) == len(_experiments.load(name).contenders)
+
+
+@pytest.mark.checkout
+def test_the_guide_has_the_table_of_all_experiments() -> None:
+    page = Path(__file__).parent.parent / "docs" / "guide" / "reproduce.md"
+    assert _experiments.summary() in page.read_text(encoding="utf-8"), (
+        "put the output of `python -c 'from unrolled.cli._experiments import summary; print(summary())'` there"
+    )
