@@ -55,6 +55,7 @@ JOBS: dict[data.Task, Job] = {
     "answers": Job(("memory_network", "memnn"), "nats/answer"),
     "bits": Job(("ntm",), "nats/bit"),
     "numbers": Job(("ntm_numbers",), "mean squared error"),
+    "transcription": Job(("transcriber", "bilstm_transcriber"), "nats/symbol"),
 }
 
 
