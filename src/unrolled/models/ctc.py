@@ -110,9 +110,13 @@ class CTCModel(SavedModel):
             ValueError: a row has more symbols than its frames can stand for.
         """
         log_probs = self(inputs, key_padding_mask=key_padding_mask)
-        frames = frames_of(inputs, key_padding_mask)
+        frames = self.frames(inputs, key_padding_mask)
         check_targets(targets, (len(inputs), *targets.shape[1:2]), self.vocab_size)
         return ctc_loss(log_probs, targets, frames)
+
+    def frames(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        """How many frames are left of each row of `x [B,T,n_mels]`: `[B]`."""
+        return (~subsampled(_padding(x, key_padding_mask))).sum(1)
 
 
 def ctc_loss(log_probs: Tensor, targets: Tensor, frames: Tensor) -> Tensor:
@@ -152,11 +156,6 @@ def ctc_loss(log_probs: Tensor, targets: Tensor, frames: Tensor) -> Tensor:
 def subsampled(padding: Tensor) -> Tensor:
     """The padding of the frames that are left: `[B,T]` -> `[B,ceil(T/4)]`."""
     return padding[:, ::SUBSAMPLING]
-
-
-def frames_of(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    """How many frames are left of each row of `x [B,T,n_mels]`: `[B]`."""
-    return (~subsampled(_padding(x, key_padding_mask))).sum(1)
 
 
 def _padding(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
