@@ -38,10 +38,10 @@ def train(
 
     By default that is a decoder for tokens, an encoder for labels and an encoder_decoder for translations.
     Questions about stories (babi) train a memory_network, tasks on bits an ntm, sums (adding) an ntm_numbers
-    and speech a transcriber. Another kind is chosen by model.name: perceiver_ar and recurrent_lm predict tokens too,
-    perceiver and perceiver_io labels; rnn_seq2seq, luong_seq2seq, lstmn_seq2seq and deep_lstmn_seq2seq
-    translate; memnn answers, where
-    data.supporting is 1, 2 or 3; bilstm_transcriber transcribes.
+    and speech (an4, spoken_digits) a transcriber. Another kind is chosen by model.name: perceiver_ar and
+    recurrent_lm predict tokens too, perceiver and perceiver_io labels; rnn_seq2seq, luong_seq2seq,
+    lstmn_seq2seq and deep_lstmn_seq2seq translate; memnn answers, where data.supporting is 1, 2 or 3;
+    bilstm_transcriber transcribes.
 
     \b
     From settings alone:

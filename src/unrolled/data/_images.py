@@ -30,9 +30,7 @@ def epoch_rows(size: int, *, step: int, batch_size: int, seed: int) -> Tensor:
     return torch.from_numpy(rows)
 
 
-def epoch_rows_by_length(
-    lengths: np.ndarray, *, step: int, batch_size: int, seed: int, pool: int
-) -> Tensor:
+def epoch_rows_by_length(lengths: np.ndarray, *, step: int, batch_size: int, seed: int, pool: int) -> Tensor:
     """Return the rows of batch `step`, which are of about one length, [batch_size].
 
     Of `pool` batches of an epoch, drawn at random, the rows are sorted by length, cut into batches again, and

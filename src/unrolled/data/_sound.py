@@ -1,8 +1,8 @@
 """Sound files as log-mel features, what models of speech read.
 
-A frame is a window of 25 ms, and the next begins 10 ms later. Its features are the logarithms of its energy in
-`n_mels` bands of frequency, equally wide on the mel scale, as in Kaldi. Each band is then shifted and scaled to
-mean 0 and deviation 1 over the sound, which takes the loudness and the colour of the microphone away.
+A frame is a window of 25 ms, and the next begins 10 ms later. Its features are the logarithms of its energy
+in `n_mels` bands of frequency, equally wide on the mel scale, as in Kaldi. Each band is then shifted and
+scaled to mean 0 and deviation 1 over the sound, which removes loudness and the colour of the microphone.
 
 The libraries are those of the extra `speech`.
 """

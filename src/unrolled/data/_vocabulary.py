@@ -42,6 +42,7 @@ class Vocabulary(Checked):
         units: of speech, what the ids stand for: phones, letters or words.
         rate: of speech, samples per second.
         n_mels: of speech, features of a frame.
+        counted: of speech, what an error rate counts: a "phone" or a "word". They have blanks between them.
         data: name of the data set, for a text that of its file; None if unknown.
 
     Raises:
@@ -58,11 +59,12 @@ class Vocabulary(Checked):
     units: Annotated[list[str], MinLen(1)] | None = None
     rate: Size | None = None
     n_mels: Size | None = None
+    counted: Literal["phone", "word"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         needed = {"pieces": "bpe", "shape": "image", "tokenizer": "tokenizer"}
-        for name, kind in (needed | dict.fromkeys(("units", "rate", "n_mels"), "speech")).items():
+        for name, kind in (needed | dict.fromkeys(("units", "rate", "n_mels", "counted"), "speech")).items():
             value = vars(self)[name]
             if (value is None) == (self.kind == kind):
                 expected = "given" if value is None else "None"

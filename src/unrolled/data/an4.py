@@ -26,7 +26,7 @@ from unrolled.fields import Count, Size
 RATE = 16_000
 URL = "http://www.speech.cs.cmu.edu/databases/an4/an4_sphere.tar.gz"
 PATHS = ["an4/an4_sphere.tar.gz", "an4/an4_flac.tar"]  # the second has the same samples in other files
-SHA256 = "7429e4d8c8c5b411c51246d7ae7b7854eb5caee3b9b29f91ce37482d58d85b02"  # of samples, transcripts and phones, as hashed below
+SHA256 = "7429e4d8c8c5b411c51246d7ae7b7854eb5caee3b9b29f91ce37482d58d85b02"  # as hashed below
 MEMBER = re.compile(r"(?:\./)?an4/(etc/an4\.dic|etc/an4_(?:train|test)\.\w+|wav/(.*)\.(?:flac|sph))")
 SPLITS: dict[Split, str] = {"train": "train", "val": "test"}
 BESIDE_WORDS = re.compile(r"\(.*\)|</?s>")  # in a line of transcripts: the name of the file, start and end
@@ -68,7 +68,9 @@ class An4Dataset(EpochDataset):
         super().__post_init__()
         spoken, phones = load_published(PATHS, URL, read_an4, self.data_dir)
         written = {
-            split: [" ".join(words) if self.units == "letters" else phones_of(words, phones) for _, words in x]
+            split: [
+                " ".join(words) if self.units == "letters" else phones_of(words, phones) for _, words in x
+            ]
             for split, x in spoken.items()
         }
         self._names = sorted({name for lines in written.values() for line in lines for name in line})
@@ -90,7 +92,15 @@ class An4Dataset(EpochDataset):
     @property
     def vocabulary(self) -> Vocabulary:
         """The phones or letters, and how features are made."""
-        return Vocabulary("speech", units=self._names, rate=RATE, n_mels=self.n_mels, data=self.name)
+        counted: Literal["phone", "word"] = "phone" if self.units == "phones" else "word"
+        return Vocabulary(
+            "speech",
+            units=self._names,
+            rate=RATE,
+            n_mels=self.n_mels,
+            counted=counted,
+            data=self.name,
+        )
 
     def _count(self, split: Split) -> int:
         return len(self._utterances[split])
@@ -137,7 +147,9 @@ def read_an4(archive: bytes) -> tuple[dict[Split, list[Spoken]], dict[str, list[
                 raise ValueError(f"it lacks the recording {file}")
             words = BESIDE_WORDS.sub(" ", line).split()
             samples = read_sound(sounds[file], RATE)
-            digest.update(f"{file} {words} {[phones.get(word) for word in words]}".encode() + samples.tobytes())
+            digest.update(
+                f"{file} {words} {[phones.get(word) for word in words]}".encode() + samples.tobytes()
+            )
             spoken[split].append((samples, words))
     if digest.hexdigest() != SHA256:
         count = sum(map(len, spoken.values()))

@@ -84,7 +84,7 @@ def decode(log_probs: Tensor, *, beam_size: int = 1) -> Tensor:
 
 def best_path(log_probs: Tensor) -> Tensor:
     """The symbols of the most likely path: `[T,V+1]` to `[U]`."""
-    path = torch.unique_consecutive(log_probs.argmax(1))
+    path: Tensor = torch.unique_consecutive(log_probs.argmax(1))
     return path[path != log_probs.shape[1] - 1]
 
 

@@ -1,8 +1,10 @@
 """Speech to symbols by bidirectional LSTMs, what the attention of `transcriber` is compared with.
 
     z = subsampling(x)                                    T frames of features to T / 4 vectors
-    z <- [LSTM(z); LSTM(z) right to left]                 n_layers times
+    z <- [LSTM(norm(z)); LSTM(norm(z)) right to left]     n_layers times
     p_t = softmax(W z_t + b)                              over the symbols and the blank
+
+Without the layer norms, training stays for long where every symbol is a blank.
 
 Graves et al. 2013, "Speech recognition with deep recurrent neural networks", arXiv 1303.5778, section 2, with
 torch's LSTM; trained by CTC (`unrolled.models.ctc`).
@@ -59,13 +61,14 @@ class BiLSTMTranscriber(CTCModel):
         self.layers = nn.ModuleList(
             nn.LSTM(width, config.hidden_size, bidirectional=True, batch_first=True) for width in widths
         )
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for width in widths)
         self.dropout = nn.Dropout(config.dropout)
 
     def encode(self, x: Tensor, padding: Tensor) -> Tensor:
         """Read frames `[B,T,d_model]` with `padding [B,T]`: `[B,T,2 hidden_size]`."""
         lengths = (~padding).sum(1).clamp(min=1).cpu()  # a row without frames reads one of zeros
-        for layer in self.layers:
-            x = self.dropout(x)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = self.dropout(norm(x))
             packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
             x, _ = pad_packed_sequence(layer(packed)[0], batch_first=True, total_length=padding.shape[1])
         dropped: Tensor = self.dropout(x)

@@ -47,8 +47,7 @@ class Subsampling(Layer):
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
         """`[B,T,n_mels]` to `[B,ceil(T/4),d_model]`; `padding [B,T]` is True at padding, which becomes 0."""
         for conv in self.convs:
-            x = without_padding(x, padding).to(conv.weight.dtype)
-            x = F.gelu(conv(x.mT)).mT
+            x = F.gelu(conv(without_padding(x, padding).mT)).mT
             padding = padding[:, ::2]
         return without_padding(x, padding)
 

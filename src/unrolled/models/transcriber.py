@@ -4,8 +4,8 @@
     z <- block_L( ... block_1(z + P))
     p_t = softmax(W norm(z)_t + b)          over the symbols and the blank
 
-trained by CTC (`unrolled.models.ctc`), as the models of speech of Katharopoulos et al. 2020 (arXiv 2006.16236,
-section 4.3), which stack no frames and have 9 layers.
+trained by CTC (`unrolled.models.ctc`), as the models of speech of Katharopoulos et al. 2020 (arXiv
+2006.16236, section 4.3), which have 9 layers and no subsampling.
 
 Cost: that of the blocks for T / 4 tokens.
 """
