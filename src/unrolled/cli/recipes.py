@@ -62,7 +62,7 @@ RECIPES: dict[str, Sections] = {
     },
     # For transcribers: 60 passes over an hour of speech.
     "speech": {
-        "model": {"attention": ["softmax"]},
+        "model": {"n_layers": 4, "attention": ["softmax"]},
         "train": {"steps": 4000, "optimizer": "muon", "lr": 4e-3, "weight_decay": 0.05, "eval_every": 500},
     },
 }

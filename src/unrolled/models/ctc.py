@@ -98,7 +98,7 @@ class CTCModel(SavedModel):
         return self.head.log_probs(self.encode(self.subsampling(x, padding), subsampled(padding)))
 
     def loss(self, inputs: Tensor, targets: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Mean -log p(y | x) in nats for each symbol of y, in at least fp32; 0 if there is none.
+        """Mean -log p(y | x) in nats for each symbol of y, in at least fp32; their sum if there is none.
 
         Args:
             inputs: as `x` of `forward`.
@@ -119,7 +119,7 @@ class CTCModel(SavedModel):
 
 
 def ctc_loss(log_probs: Tensor, targets: Tensor, frames: Tensor) -> Tensor:
-    """Mean -log p(y | x) in nats for each symbol of y; 0 if there is none.
+    """Mean -log p(y | x) in nats for each symbol of y; their sum if there is none.
 
     Args:
         log_probs: `[B,T,V+1]`, the blank last.
