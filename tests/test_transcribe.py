@@ -15,6 +15,7 @@ from sounds import spoken, tone, write_an4, write_digits, write_wave
 from unrolled import generation, models
 from unrolled.cli import run_config
 from unrolled.cli._errors import error_rate
+from unrolled.cli.recipes import RECIPES
 from unrolled.contract import IGNORED
 from unrolled.data import Vocabulary
 
@@ -47,7 +48,8 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_is_that_of_a_transcriber_by_its_recipe(trained: Path) -> None:
     assert isinstance(models.load(trained), models.Transcriber)
     settings = run_config.read_saved(trained)
-    assert settings["train"]["optimizer"] == "muon"
+    assert settings["train"]["optimizer"] == RECIPES["speech"]["train"]["optimizer"]
+    assert settings["model"]["attention"] == RECIPES["speech"]["model"]["attention"]  # of one layer
     assert "best loss" in works("info", trained).stdout
 
 

@@ -60,6 +60,7 @@ POSITIONAL = {
     "table": [],
     "export": [RUN, OUT],
     "serve": [RUN],
+    "transcribe": [RUN, (["{world}/text.txt"], ["{world}/none", "{world}/empty", "{world}", ""])],
     "tokenize": [(["{world}/text.txt"], ["{world}/none", "{world}/empty", "{world}", ""])],
 }
 OPTIONS = {
@@ -217,6 +218,7 @@ OPTIONS = {
         "--shard-tokens": (["1000"], COUNT[1]),
         "--force": FORCE,
     },
+    "transcribe": {"--beam": COUNT, "--device": DEVICE},
     "table": {"--markdown": FLAG, "--lengths": LENGTHS, "--measure": FLAG},
     "export": {
         "--opset": (["20"], ["0", "19", "26", "1.5", *NO_NUMBER]),
@@ -231,7 +233,17 @@ OPTIONS = {
     },
 }
 # Longer than a case may take, unless something in the line is refused.
-ONLY_REFUSED = {"demo", "serve", "bench", "compare", "linearize", "attend", "export", "tokenize"}
+ONLY_REFUSED = {
+    "demo",
+    "serve",
+    "bench",
+    "compare",
+    "linearize",
+    "attend",
+    "export",
+    "tokenize",
+    "transcribe",
+}
 MAY_BE_MISSING = {"info", "bench", "compare"}
 SLOW_FLAGS = {"--aot", "--web", "--measure", "--int8", "--fused", "--list", "--tensorboard"}
 SETTINGS = {
