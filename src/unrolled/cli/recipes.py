@@ -60,10 +60,15 @@ RECIPES: dict[str, Sections] = {
         },
         "train": {"optimizer": "muon", "lr": 4e-3, "batch_size": 4, "weight_decay": 0.01},
     },
-    # For transcribers: 60 passes over an hour of speech.
+    # Windows of 0.6 seconds to each side and linear attention in turn; 19 passes over the 46 minutes of AN4.
     "speech": {
-        "model": {"n_layers": 4, "attention": ["softmax"]},
-        "train": {"steps": 4000, "optimizer": "muon", "lr": 4e-3, "weight_decay": 0.05, "eval_every": 500},
+        "model": {
+            "n_layers": 4,
+            "positions": "rotary",
+            "attention": ["window", "linear"],
+            "attention_options": {"window": {"window": 16}},
+        },
+        "train": {"steps": 1100, "optimizer": "muon", "lr": 4e-3, "weight_decay": 0.05, "eval_every": 550},
     },
 }
 """The settings of each recipe by section. `attention` is repeated over the layers."""

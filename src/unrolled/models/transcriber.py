@@ -1,7 +1,7 @@
 """The transcriber: speech to symbols by bidirectional blocks with any attention mechanism.
 
     z = subsampling(x)                      T frames of features to T / 4 vectors
-    z <- block_L( ... block_1(z + P))
+    z <- block_L( ... block_1(z))           positions in the attention, or added before
     p_t = softmax(W norm(z)_t + b)          over the symbols and the blank
 
 trained by CTC (`unrolled.models.ctc`), as the models of speech of Katharopoulos et al. 2020 (arXiv
@@ -38,7 +38,7 @@ class TranscriberConfig(TransformerConfig):
     n_mels: Annotated[Size, FromData("n_mels")]
     d_model: Size = 144
     n_heads: Size = 4
-    positions: Positions = "sinusoidal"
+    positions: Positions = "rotary"
     max_length: Size = 1024
     dropout: Fraction = 0.1
 
