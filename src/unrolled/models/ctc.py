@@ -46,10 +46,11 @@ class Subsampling(Layer):
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
         """`[B,T,n_mels]` to `[B,ceil(T/4),d_model]`; `padding [B,T]` is True at padding, which becomes 0."""
+        dtype = cast(Tensor, self.convs[0].weight).dtype
         for conv in self.convs:
             x = F.gelu(conv(without_padding(x, padding).mT)).mT
             padding = padding[:, ::2]
-        return without_padding(x, padding)
+        return without_padding(x, padding).to(dtype)  # autocast must not narrow the residual stream
 
 
 class CTCModel(SavedModel):
