@@ -8,6 +8,7 @@ from unrolled.models.saving import SavedModel
 TRANSFORMER = {"d_model": 16, "n_layers": 2, "n_heads": 4, "max_length": 16}
 SEQ2SEQ = {"d_model": 8, "hidden_size": 8}
 FIELDS: dict[str, dict[str, Any]] = {
+    "bilstm_transcriber": {"vocab_size": 7, "n_mels": 6, "d_model": 8, "hidden_size": 8, "n_layers": 2},
     "decoder": {"vocab_size": 7, **TRANSFORMER},
     "encoder": {"vocab_size": 7, "n_classes": 3, **TRANSFORMER},
     "encoder_decoder": {"vocab_size": 7, "d_model": 16, "n_layers": 1, "n_heads": 4},
@@ -23,6 +24,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "perceiver_io": {"vocab_size": 7, "n_classes": 3, "n_latents": 4, **TRANSFORMER},
     "recurrent_lm": {"vocab_size": 7, "d_model": 8},
     "rnn_seq2seq": {"vocab_size": 7, **SEQ2SEQ},
+    "transcriber": {"vocab_size": 7, "n_mels": 6, **TRANSFORMER},
     "vit": {"image_size": [8, 8], "patch_size": [4, 4], "n_classes": 3, **TRANSFORMER, "max_length": 5},
 }
 

@@ -60,6 +60,7 @@ POSITIONAL = {
     "table": [],
     "export": [RUN, OUT],
     "serve": [RUN],
+    "transcribe": [RUN, (["{world}/text.txt"], ["{world}/none", "{world}/empty", "{world}", ""])],
     "tokenize": [(["{world}/text.txt"], ["{world}/none", "{world}/empty", "{world}", ""])],
     "reproduce": [(["mqar"], ["none", "{world}/none", "{world}/text.txt", "{world}/run/run.yaml", ""])],
 }
@@ -228,6 +229,7 @@ OPTIONS = {
         "--device": DEVICE,
         "--force": ([], [""]),
     },
+    "transcribe": {"--beam": COUNT, "--device": DEVICE},
     "table": {"--markdown": FLAG, "--lengths": LENGTHS, "--measure": FLAG},
     "export": {
         "--opset": (["20"], ["0", "19", "26", "1.5", *NO_NUMBER]),
@@ -242,7 +244,18 @@ OPTIONS = {
     },
 }
 # Longer than a case may take, unless something in the line is refused.
-ONLY_REFUSED = {"demo", "serve", "bench", "compare", "linearize", "attend", "export", "reproduce", "tokenize"}
+ONLY_REFUSED = {
+    "demo",
+    "serve",
+    "bench",
+    "compare",
+    "linearize",
+    "attend",
+    "export",
+    "reproduce",
+    "tokenize",
+    "transcribe",
+}
 MAY_BE_MISSING = {"info", "bench", "compare"}
 SLOW_FLAGS = {"--aot", "--web", "--measure", "--int8", "--fused", "--list", "--tensorboard"}
 SETTINGS = {

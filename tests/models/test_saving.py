@@ -139,7 +139,7 @@ def test_a_truncated_file_is_refused(share, tmp_path):
         (lambda c: c | {"d_modle": 3, "colour": 1}, "has the unknown keys ['colour', 'd_modle']"),
         (
             lambda c: c | {"model": "oracle"},
-            "kind 'oracle', but must hold one of decoder, deep_lstmn_seq2seq, ",
+            "kind 'oracle', but must hold one of bilstm_transcriber, decoder, ",
         ),
         (without("vocab_size"), "lacks the keys ['vocab_size']"),
         (

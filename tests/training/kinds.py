@@ -41,6 +41,8 @@ class Batches:
             return Batch(ids.reshape(batch_size, 4, 4), ids[:, 0])
         if self.kind == "memnn":
             return Batch(ids.reshape(batch_size, 4, 4), torch.stack([ids[:, 0], labels, labels], dim=1))
+        if self.kind in ("transcriber", "bilstm_transcriber"):
+            return Batch(torch.randn(batch_size, 40, 6, generator=g), ids[:, :4])
         targets = (ids * 3 + 1) % VOCAB
         return Batch(ids, targets.masked_fill(hidden, -100))
 
@@ -60,6 +62,8 @@ def cases() -> Iterator[tuple[str, str, dict[str, Any]]]:
         "luong_seq2seq",
         "lstmn_seq2seq",
         "deep_lstmn_seq2seq",
+        "transcriber",
+        "bilstm_transcriber",
         *TRANSFORMERS,
     ):
         yield kind, kind, {}

@@ -25,6 +25,7 @@ from unrolled.cli.serve import serve
 from unrolled.cli.table import table
 from unrolled.cli.tokenize import tokenize
 from unrolled.cli.train import train
+from unrolled.cli.transcribe import transcribe
 from unrolled.cli.translate import translate
 
 
@@ -56,7 +57,7 @@ app = typer.Typer(
     cls=_Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False
 )
 # In the order of --help.
-for command in (train, tokenize, generate, serve, convert, quantize, translate, evaluate, schema):
+for command in (train, tokenize, generate, serve, convert, quantize, translate, transcribe, evaluate, schema):
     app.command()(command)
 app.command("list")(mechanisms)
 for command in (info, demo, bench, compare, linearize, attend, table, export, reproduce):

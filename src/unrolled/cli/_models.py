@@ -8,7 +8,11 @@ from unrolled.cli.run_config import JOBS
 from unrolled.decode import load_model, packed_form
 from unrolled.decode.packing import Weights
 
-CANNOT = {"tokens": "does not predict tokens", "translation": "does not translate"}
+CANNOT = {
+    "tokens": "does not predict tokens",
+    "translation": "does not translate",
+    "transcription": "does not transcribe",
+}
 
 
 def load_for(task: data.Task, run_dir: Path) -> Any:

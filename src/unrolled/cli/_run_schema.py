@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, get_args
 
 from unrolled import data
-from unrolled.cli.recipes import RECIPES
+from unrolled.cli.recipes import names_for
 from unrolled.cli.run_config import JOBS, plain
 from unrolled.fields import FromData, field_types, json_schema
 from unrolled.models import KINDS
@@ -96,9 +96,8 @@ def _chosen(section: str, names: Iterable[str], default: str | None = None) -> S
 
 def _model(name: str) -> Schema:
     section = _section(KINDS[name].config_type)
-    names = list(RECIPES) if name == "decoder" else ["classic"]
     text = "Settings that train well together, of the training too; by default the recipe of the data set."
-    section["properties"]["recipe"] = {"description": text, "enum": names}
+    section["properties"]["recipe"] = {"description": text, "enum": names_for(name)}
     return section
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
+from unrolled.cli import _errors
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
@@ -37,7 +39,7 @@ def in_windows(dataset: "BaseDataset", config: "ModelConfig", length: int) -> "B
     return cast("BaseDataset", replace(cast(Any, dataset), length=length))
 
 
-def measure(model: Any, run: "Run", positions: bool = False) -> dict[str, Any]:
+def measure(model: Any, run: "Run", positions: bool = False, beam_size: int = 1) -> dict[str, Any]:
     """Print and return the loss over the whole validation split, and the accuracy of the tasks that have one.
 
     Returns:
@@ -45,6 +47,7 @@ def measure(model: Any, run: "Run", positions: bool = False) -> dict[str, Any]:
         unit, loss: of the validation split.
         splits: for each split with an accuracy, the number of answers that are correct, and of all.
         positions: for tokens, the score of all positions, then those of ranges if `positions` is True.
+        errors: for speech, the error rate of the validation split; see `_errors.error_rate`.
         bits_per_byte: for text, the loss in bits for each byte of UTF-8, by the mean bytes of a target.
     """
     from unrolled import training
@@ -72,6 +75,10 @@ def measure(model: Any, run: "Run", positions: bool = False) -> dict[str, Any]:
     typer.echo(f"validation loss {found['loss']:.4f} {found['unit']}{bits}{extent}")
     for name, (right, count) in found["splits"].items():
         typer.echo(f"{name} split: {right:,} of {count:,} correct, {right / count:.2%}")
+    if task == "transcription":
+        rate = _errors.error_rate(model, dataset, run.train.batch_size, beam_size)
+        found["errors"] = asdict(rate)
+        typer.echo(_errors.sentence(rate))
     if positions:
         typer.echo(f"\n{_table(scores)}")
     return found

@@ -18,7 +18,8 @@ def evaluate(
         typer.Option("--split", help=f"For translation: the split to translate; by default {TEST_PART}."),
     ] = None,
     beam_size: Annotated[
-        int | None, typer.Option(help=f"Beam size; 1 is greedy; by default {SEARCH['beam_size']}.")
+        int | None,
+        typer.Option(help=f"Beam size; 1 is greedy; by default {SEARCH['beam_size']}, for speech 1."),
     ] = None,
     length_penalty: Annotated[
         float | None, typer.Option(help=f"Higher favours long output; default {SEARCH['length_penalty']}.")
@@ -41,11 +42,12 @@ def evaluate(
     device: Device = None,
     force: Force = False,
 ) -> None:
-    """Evaluate the best weights of a run on the whole validation split: loss, and accuracy or BLEU.
+    """Evaluate the best weights of a run on the whole validation split: loss, and accuracy, BLEU or errors.
 
     The loss is that of training: nats per token, label, answer or bit, the mean squared error, or the ranking
     loss per target. Tokens, labels, answers and bits also get an accuracy, translations the BLEU of sacrebleu
-    with its signature. The whole split is evaluated, whatever train.eval_batches is.
+    with its signature, speech the error rate of its phones or words. The whole split is evaluated, whatever
+    train.eval_batches is.
 
     --positions shows how a model uses its context, and with a larger --length, whether it works beyond the
     length that it was trained on. Standard errors count windows, whose tokens depend on each other.
@@ -57,6 +59,7 @@ def evaluate(
       unrolled evaluate runs/digits
       unrolled evaluate runs/book --positions --length 1024 --out book.json
       unrolled evaluate runs/book --weights int8
+      unrolled evaluate runs/speech --beam-size 8
       unrolled evaluate runs/multi30k --split test_2017_flickr --out translations.txt
     """
     import json
@@ -92,10 +95,14 @@ def evaluate(
         _scores.measure(model, run)
         report_bleu()
         return
-    for_translation = {"--split": part, "--beam-size": beam_size, "--length-penalty": length_penalty}
+    for_translation = {"--split": part, "--length-penalty": length_penalty}
     refuse(for_translation, f"translations, but the task of {run_dir} is {task!r}")
+    if task != "transcription":
+        refuse({"--beam-size": beam_size}, f"translations and speech, but the task of {run_dir} is {task!r}")
     if out is not None:
         check_file(out, lambda: is_report(out, _scores.KEYS), force=force)
-    figures = _scores.measure(model, run, positions) | ({} if weights is None else {"weights": weights})
+    figures = _scores.measure(model, run, positions, beam_size or 1) | (
+        {} if weights is None else {"weights": weights}
+    )
     if out is not None:
         write_file(out, f"{json.dumps(figures, indent=1)}\n")

@@ -23,7 +23,7 @@ from unrolled import data
 from unrolled.cli import recipes
 from unrolled.fields import field_types
 from unrolled.files import write_file
-from unrolled.models import KINDS, Decoder
+from unrolled.models import KINDS
 from unrolled.models.config import ModelConfig
 from unrolled.models.saving import CONFIG_FILE, WEIGHTS_FILE, SavedModel
 from unrolled.training import TrainConfig
@@ -58,6 +58,7 @@ JOBS: dict[data.Task, Job] = {
     "answers": Job(("memory_network", "memnn"), "nats/answer"),
     "bits": Job(("ntm",), "nats/bit"),
     "numbers": Job(("ntm_numbers",), "mean squared error"),
+    "transcription": Job(("transcriber", "bilstm_transcriber"), "nats/symbol"),
 }
 
 
@@ -190,10 +191,11 @@ def resolve(values: Mapping[str, Any]) -> Run:
         raise ValueError(f"data.name is missing: choose one of {', '.join(data.names())}")
     dataset_type = data.dataset_type(name)
     kind = _kind(name, dataset_type.task, sections["model"].get("name"))
-    default = dataset_type.recipe if kind is Decoder else "classic"
-    recipe = sections["model"].get("recipe", default)
-    if recipe != "classic" and kind is not Decoder:
-        raise ValueError(f"model.recipe is {recipe!r}, but must be 'classic' for the model {kind.model_name}")
+    valid = recipes.names_for(kind.model_name)
+    recipe = sections["model"].get("recipe", dataset_type.recipe if len(valid) > 1 else "classic")
+    if recipe not in valid:
+        wanted = f"one of {', '.join(valid)}" if len(valid) > 1 else "'classic'"
+        raise ValueError(f"model.recipe is {recipe!r}, but must be {wanted} for the model {kind.model_name}")
     sections = recipes.apply(recipe, sections, data_options=[x.name for x in fields(cast(Any, dataset_type))])
     _check_keys("train.", sections["train"], list(field_types(TrainConfig)))
     train = TrainConfig(**sections["train"])

@@ -37,11 +37,11 @@ def train(
     """Train the kind of model that the data asks for. Repeat the command to resume a run.
 
     By default that is a decoder for tokens, an encoder for labels and an encoder_decoder for translations.
-    Questions about stories (babi) train a memory_network, tasks on bits an ntm and sums (adding) an
-    ntm_numbers. Another kind is chosen by model.name: perceiver_ar and recurrent_lm predict tokens too,
-    perceiver and perceiver_io labels; rnn_seq2seq, luong_seq2seq, lstmn_seq2seq and deep_lstmn_seq2seq
-    translate; memnn answers, where
-    data.supporting is 1, 2 or 3.
+    Questions about stories (babi) train a memory_network, tasks on bits an ntm, sums (adding) an ntm_numbers
+    and speech (an4, spoken_digits) a transcriber. Another kind is chosen by model.name: perceiver_ar and
+    recurrent_lm predict tokens too, perceiver and perceiver_io labels; rnn_seq2seq, luong_seq2seq,
+    lstmn_seq2seq and deep_lstmn_seq2seq translate; memnn answers, where data.supporting is 1, 2 or 3;
+    bilstm_transcriber transcribes.
 
     \b
     From settings alone:
@@ -53,6 +53,7 @@ def train(
       unrolled train data.name=digits model.name=recurrent_lm run_dir=runs/lstm
       unrolled train data.name=babi "data.tasks=\\[1, 2]" run_dir=runs/babi
       unrolled train data.name=copy_bits run_dir=runs/ntm
+      unrolled train data.name=an4 model.attention=linear run_dir=runs/speech
       unrolled train data.name=mqar model.attention=delta_net run_dir=runs/recall
 
     \b
@@ -158,6 +159,8 @@ def _report_use(run: "Run") -> None:
         typer.echo(f"generate with it: unrolled generate {run.run_dir}{prompt}", err=True)
     elif task == "translation":
         typer.echo(f'translate with it: unrolled translate {run.run_dir} "..."', err=True)
+    elif task == "transcription":
+        typer.echo(f"transcribe with it: unrolled transcribe {run.run_dir} sound.wav", err=True)
     else:
         typer.echo(f"use it: unrolled.models.load('{run.run_dir}')", err=True)
 

@@ -9,7 +9,7 @@ from unrolled.contract import Batch, Split
 from unrolled.data._vocabulary import Vocabulary
 from unrolled.fields import Checked
 
-Task = Literal["tokens", "labels", "translation", "answers", "bits", "numbers"]
+Task = Literal["tokens", "labels", "translation", "answers", "bits", "numbers", "transcription"]
 """What a model predicts, which determines the tensors of a batch.
 
     tokens         inputs: ids [B,T]; targets: the id to predict after each, [B,T]
@@ -21,6 +21,8 @@ Task = Literal["tokens", "labels", "translation", "answers", "bits", "numbers"]
                    that it follows from, [B,1+F]; key_padding_mask [B,N,J]
     bits           inputs: numbers [B,T,n]; targets: bits, as numbers, [B,T,m]
     numbers        inputs: numbers [B,T,n]; targets: one number for each row, [B]
+    transcription  inputs: features of the frames of a sound, [B,T,F]; targets: ids of what is said, [B,U];
+                   key_padding_mask [B,T]
 
 Ids are int64, numbers fp32. A target is -100 (`unrolled.contract.IGNORED`) where nothing is predicted;
 `key_padding_mask` is True at padding, and None where there is none.
@@ -35,6 +37,7 @@ attribute of the data set. The data sets of each task have these:
     answers        vocab_size; memory_size: sentences of a story at most; supporting: F
     bits           input_size: n; output_size: m
     numbers        input_size: n; output_size: 1
+    transcription  vocab_size; n_mels: F
 """
 
 

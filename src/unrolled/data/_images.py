@@ -30,6 +30,23 @@ def epoch_rows(size: int, *, step: int, batch_size: int, seed: int) -> Tensor:
     return torch.from_numpy(rows)
 
 
+def epoch_rows_by_length(lengths: np.ndarray, *, step: int, batch_size: int, seed: int, pool: int) -> Tensor:
+    """Return the rows of batch `step`, which are of about one length, [batch_size].
+
+    Of `pool` batches of an epoch, drawn at random, the rows are sorted by length, cut into batches again, and
+    these are shuffled. Each epoch has every row once.
+
+    Args:
+        lengths: [K, size], what to sort by, the last row first.
+        step, batch_size, seed: as for `epoch_rows`.
+        pool: number of batches that are sorted together.
+    """
+    block, place = divmod(step, pool)
+    rows = epoch_rows(lengths.shape[1], step=block, batch_size=pool * batch_size, seed=seed)
+    batches = rows[np.lexsort(lengths[:, rows])].reshape(pool, batch_size)
+    return batches[np.random.default_rng((seed, block, 1)).permutation(pool)[place]]
+
+
 class EpochDataset(BaseDataset):
     """Examples that are counted, and read in epochs. A subclass counts them, and makes batches of them."""
 

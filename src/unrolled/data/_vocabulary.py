@@ -13,6 +13,7 @@ from torch import Tensor
 
 from unrolled.data._bpe import BytePairs
 from unrolled.data._codec import Codec
+from unrolled.data._sound import log_mel, read_sound
 from unrolled.data._tokenizer import TextTokenizer
 from unrolled.fields import Checked, Count, Size
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 FILE_NAME = "vocabulary.json"
 
 Model = TypeVar("Model", bound="SavedModel")
-Kind = Literal["text", "tokenizer", "bpe", "image", "ids"]
+Kind = Literal["text", "tokenizer", "bpe", "image", "ids", "speech"]
 Character = Annotated[str, Len(1, 1)]
 
 
@@ -32,12 +33,16 @@ class Vocabulary(Checked):
 
     Attributes:
         kind: "text" (characters or bytes), "tokenizer" (of a language model), "bpe" (byte pairs of sentences
-            to be translated), "image" or "ids" (plain numbers).
+            to be translated), "image", "speech" or "ids" (plain numbers).
         characters: of a text, in the order of their ids; None for the bytes of UTF-8.
         tokenizer: the tokenizer of a language model, as the text of a `tokenizer.json`.
         end: of a tokenizer, the id at the end of a document; None if there is none.
         pieces: of byte pairs, the output of `BytePairs.to_json`.
         shape: of an image, height and width, and 3 in colour.
+        units: of speech, what the ids stand for: phones, letters or words.
+        rate: of speech, samples per second.
+        n_mels: of speech, features of a frame.
+        counted: of speech, what an error rate counts: a "phone" or a "word". They have blanks between them.
         data: name of the data set, for a text that of its file; None if unknown.
 
     Raises:
@@ -51,10 +56,15 @@ class Vocabulary(Checked):
     data: str | None = None
     tokenizer: str | None = None
     end: Count | None = None
+    units: Annotated[list[str], MinLen(1)] | None = None
+    rate: Size | None = None
+    n_mels: Size | None = None
+    counted: Literal["phone", "word"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, kind in (("pieces", "bpe"), ("shape", "image"), ("tokenizer", "tokenizer")):
+        needed = {"pieces": "bpe", "shape": "image", "tokenizer": "tokenizer"}
+        for name, kind in (needed | dict.fromkeys(("units", "rate", "n_mels", "counted"), "speech")).items():
             value = vars(self)[name]
             if (value is None) == (self.kind == kind):
                 expected = "given" if value is None else "None"
@@ -103,6 +113,8 @@ class Vocabulary(Checked):
             size = 256 if self.characters is None else len(self.characters)
         if self.kind == "bpe":
             size = max(len(self._byte_pairs), vocab_size)  # fewer if the text was short
+        if self.units is not None:
+            size = len(self.units)
         if self.kind == "tokenizer":
             size = max(len(self.text_tokenizer), vocab_size)  # a model may have more than the tokenizer uses
         if size != vocab_size:
@@ -147,6 +159,9 @@ class Vocabulary(Checked):
             return self._byte_pairs.decode(ids)
         if self.kind == "tokenizer":
             return self.text_tokenizer.decode(ids.tolist())
+        if self.units is not None:
+            between = "" if " " in self.units else " "  # letters bring their blanks
+            return between.join(self.units[i] for i in ids.tolist())
         read = self.reader()
         return "".join(map(read, ids.tolist()))
 
@@ -173,6 +188,17 @@ class Vocabulary(Checked):
     @cached_property
     def _byte_pairs(self) -> BytePairs:
         return BytePairs.of_json(self.pieces or "")
+
+    def features(self, path: str | Path) -> Tensor:
+        """Return what a model of speech reads of a sound file, [T, n_mels].
+
+        Raises:
+            ImportError: a library of the extra `speech` is not installed.
+            ValueError: it is not a file of sound, or these are not ids of speech.
+        """
+        if self.rate is None or self.n_mels is None:
+            raise ValueError(f"kind is {self.kind!r}, but must be 'speech' to read sounds")
+        return log_mel(read_sound(path, self.rate), self.rate, self.n_mels)
 
     def reader(self) -> Callable[[int], str]:
         """Return a function that decodes one id at a time; bytes appear once their character is complete."""

@@ -19,7 +19,7 @@ from unrolled.data._base import Task
 from unrolled.data._bpe import END_ID, SMALLEST, BytePairs
 from unrolled.data._checks import check_request
 from unrolled.data._files import PublishedFile, read_published
-from unrolled.data._images import EpochDataset, epoch_rows
+from unrolled.data._images import EpochDataset, epoch_rows_by_length
 from unrolled.data._vocabulary import Vocabulary
 
 Direction = Literal["en-de", "de-en"]
@@ -126,13 +126,9 @@ class Multi30kDataset(EpochDataset):
     def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
         """Return batch number `step` of the epochs drawn from `seed`, of pairs of about one length."""
         check_request(split, step, batch_size, seed)
-        pool, place = divmod(step, POOL)
-        rows = epoch_rows(self._count(split), step=pool, batch_size=POOL * batch_size, seed=seed)
-        source, target = self._lengths[split][:, rows]
-        by_length = np.lexsort((source, target))  # by that of the target first, where each token costs most
-        batches = rows[by_length].reshape(POOL, batch_size)
-        chosen = np.random.default_rng((seed, pool, 1)).permutation(POOL)[place]
-        return self._rows(split, batches[chosen])
+        lengths = self._lengths[split]  # by that of the target first, where each token costs most
+        rows = epoch_rows_by_length(lengths, step=step, batch_size=batch_size, seed=seed, pool=POOL)
+        return self._rows(split, rows)
 
 
 def as_batch(pairs: Pairs) -> Batch:

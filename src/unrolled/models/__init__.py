@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from unrolled.models.bilstm_transcriber import BiLSTMTranscriber, BiLSTMTranscriberConfig
 from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
 from unrolled.models.encoder import Encoder, EncoderConfig, mask_tokens
 from unrolled.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, EncoderDecoderState
@@ -21,10 +22,13 @@ from unrolled.models.perceiver_ar import PerceiverAR, PerceiverARConfig
 from unrolled.models.recurrent_lm import RecurrentLM, RecurrentLMConfig
 from unrolled.models.rnn_seq2seq import RNNSeq2Seq, RNNSeq2SeqConfig
 from unrolled.models.saving import SavedModel, read_config
+from unrolled.models.transcriber import Transcriber, TranscriberConfig
 from unrolled.models.vit import ViT, ViTConfig
 
 __all__ = [
     "KINDS",
+    "BiLSTMTranscriber",
+    "BiLSTMTranscriberConfig",
     "Decoder",
     "DecoderConfig",
     "DecoderState",
@@ -57,6 +61,8 @@ __all__ = [
     "RNNSeq2SeqConfig",
     "RecurrentLM",
     "RecurrentLMConfig",
+    "Transcriber",
+    "TranscriberConfig",
     "ViT",
     "ViTConfig",
     "load",

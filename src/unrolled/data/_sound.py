@@ -1,0 +1,87 @@
+"""Sound files as log-mel features, what models of speech read.
+
+A frame is a window of 25 ms, and the next begins 10 ms later. Its features are the logarithms of its energy
+in `n_mels` bands of frequency, equally wide on the mel scale, as in Kaldi. Each band is then shifted and
+scaled to mean 0 and deviation 1 over the sound, which removes loudness and the colour of the microphone.
+
+The libraries are those of the extra `speech`.
+"""
+
+import io
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unrolled.extras import how_to_install
+
+FRAMES_PER_SECOND = 100
+SHORTEST = 400  # samples of a sound: a window of 25 ms at 16 kHz
+FULL_SCALE = 32768.0  # Kaldi's samples are those of 16 bits
+
+Samples = np.ndarray[Any, np.dtype[np.int16]]
+
+
+def library(name: str) -> Any:
+    """Import a library of the extra `speech`.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ImportError(f"speech needs the library {name}: {how_to_install('speech')}") from error
+
+
+def read_sound(source: str | Path | bytes, rate: int) -> Samples:
+    """Read a sound file, WAV, FLAC, Ogg or another that libsndfile reads, as int16 [n].
+
+    Channels are averaged, and a sound of another sampling rate is resampled.
+
+    Args:
+        source: the name of the file, or its content.
+        rate: samples per second.
+
+    Raises:
+        ImportError: soundfile or soxr is not installed.
+        ValueError: there is no such file, or it is not a sound.
+    """
+    soundfile = library("soundfile")
+    name = "its content" if isinstance(source, bytes) else str(source)
+    if not isinstance(source, bytes) and not Path(source).is_file():
+        raise ValueError(f"{name} is not a file, but must be a sound")
+    try:
+        opened = io.BytesIO(source) if isinstance(source, bytes) else str(source)
+        samples, found = soundfile.read(opened, dtype="int16", always_2d=True)
+    except soundfile.SoundFileError as error:
+        raise ValueError(f"{name} cannot be read as a sound: {error}") from error
+    mono = samples[:, 0] if samples.shape[1] == 1 else np.rint(samples.mean(1)).astype(np.int16)
+    if found != rate:
+        mono = library("soxr").resample(mono, found, rate)
+    if len(mono) < SHORTEST:
+        raise ValueError(f"{name} has {len(mono)} samples, but must have at least {SHORTEST}")
+    return np.asarray(mono, np.int16)
+
+
+def log_mel(samples: Samples, rate: int, n_mels: int) -> Tensor:
+    """Return the normalised features of a sound: int16 [n] -> fp32 [T, n_mels], T = n / rate * 100 about.
+
+    Raises:
+        ImportError: kaldi-native-fbank is not installed.
+    """
+    fbank = library("kaldi_native_fbank")
+    options = fbank.FbankOptions()
+    options.frame_opts.samp_freq = rate
+    options.frame_opts.dither = 0  # or a sound would have other features each time
+    options.frame_opts.snip_edges = False
+    options.mel_opts.num_bins = n_mels
+    computer = fbank.OnlineFbank(options)
+    computer.accept_waveform(rate, samples.astype(np.float32))
+    computer.input_finished()
+    frames = np.stack([computer.get_frame(i) for i in range(computer.num_frames_ready)])
+    features = torch.from_numpy(frames).clamp(min=0)  # below one unit of a sample is digital silence
+    return (features - features.mean(0)) / (features.std(0, correction=0) + 1e-3)

@@ -1,0 +1,103 @@
+"""What is said by frames: the best path, and a search that adds up the paths that say the same."""
+
+import itertools
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_models import small_model
+
+from unrolled.generation import transcribe
+from unrolled.generation.transcription import best_path, decode, prefix_search
+
+
+def all_sequences(log_probs):
+    """The probability of everything that may be said, from all paths."""
+    T, n = log_probs.shape
+    found = defaultdict(float)
+    for path in itertools.product(range(n), repeat=T):
+        merged = tuple(symbol for symbol, _ in itertools.groupby(path) if symbol != n - 1)
+        found[merged] += math.exp(sum(float(log_probs[t, symbol]) for t, symbol in enumerate(path)))
+    return found
+
+
+def drawn(T, n, seed, sharpness):
+    noise = torch.randn(T, n, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
+    return (sharpness * noise).log_softmax(-1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 5), st.integers(2, 4), st.integers(0, 1_000), st.floats(0.1, 3))
+def test_a_search_that_drops_nothing_is_exact(T, n, seed, sharpness):
+    log_probs = drawn(T, n, seed, sharpness)
+    expected = all_sequences(log_probs)
+    found = prefix_search(log_probs, beam_size=10_000)
+    said = {tuple(ids.tolist()): math.exp(x) for ids, x in found if x > -math.inf}
+    assert said.keys() == expected.keys()
+    for ids, p in said.items():
+        assert p == pytest.approx(expected[ids], rel=1e-9)
+    assert [x for _, x in found] == sorted((x for _, x in found), reverse=True)
+    assert expected[tuple(found[0][0].tolist())] == pytest.approx(max(expected.values()), rel=1e-9)
+
+
+def test_a_narrow_search_keeps_at_most_its_size_and_never_overstates():
+    for seed in range(20):
+        log_probs = drawn(5, 4, seed, 1.0)
+        expected = all_sequences(log_probs)
+        found = prefix_search(log_probs, beam_size=4)
+        assert len(found) == 4
+        assert all(math.exp(x) <= expected[tuple(ids.tolist())] * (1 + 1e-9) for ids, x in found)
+
+
+def test_the_search_adds_up_paths_where_the_best_path_does_not():
+    # the likeliest path has two blanks, of 0.36, but three paths say the symbol, of 0.64
+    log_probs = torch.tensor([[0.4, 0.6], [0.4, 0.6]]).log()
+    assert best_path(log_probs).tolist() == []
+    assert decode(log_probs).tolist() == []
+    ids, log_p = prefix_search(log_probs, 8)[0]
+    assert ids.tolist() == [0]
+    assert math.exp(log_p) == pytest.approx(0.64, rel=1e-6)
+    assert decode(log_probs, beam_size=8).tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [([0, 0, 2, 0, 1], [0, 0, 1]), ([2, 2, 2], []), ([1, 1, 0, 0], [1, 0]), ([], [])],
+)
+def test_the_best_path_merges_repeats_and_drops_blanks(path, expected):
+    log_probs = torch.full((len(path), 3), -9.0)
+    for t, symbol in enumerate(path):
+        log_probs[t, symbol] = 0.0
+    assert decode(log_probs).tolist() == expected
+
+
+@pytest.mark.parametrize("beam_size", [1, 4])
+@pytest.mark.parametrize("kind", ["transcriber", "bilstm_transcriber"])
+def test_sounds_of_any_lengths_are_transcribed_as_alone(kind, beam_size):
+    torch.manual_seed(0)
+    model = small_model(kind)
+    with torch.no_grad():
+        model.head.project.weight.mul_(30)  # so that not everything is a blank
+    sounds = [torch.randn(n, 6) for n in (50, 7, 90, 31)]
+    found = transcribe(model, sounds, beam_size=beam_size, batch_size=3)
+    assert model.training
+    model.eval()
+    with torch.no_grad():
+        alone = [decode(model(sound[None])[0], beam_size=beam_size).tolist() for sound in sounds]
+    assert [ids.tolist() for ids in found] == alone
+    assert any(alone)
+    assert transcribe(model, []) == []
+
+
+@pytest.mark.parametrize("name", ["beam_size", "batch_size"])
+def test_sizes_of_0_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name} is 0, but must be an integer of at least 1"):
+        transcribe(small_model("transcriber"), [], **{name: 0})
+
+
+def test_wrong_frames_are_refused():
+    with pytest.raises(ValueError, match=r"log_probs is of shape \[2\], but must be \[T, V \+ 1\]"):
+        decode(torch.zeros(2))

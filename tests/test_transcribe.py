@@ -1,0 +1,177 @@
+"""Training on speech, transcribing and counting errors, from the command line."""
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from commands import error, works
+from sounds import spoken, tone, write_an4, write_digits, write_wave
+
+from unrolled import generation, models
+from unrolled.cli import run_config
+from unrolled.cli._errors import error_rate
+from unrolled.cli.recipes import RECIPES
+from unrolled.contract import IGNORED
+from unrolled.data import Vocabulary
+
+jiwer = pytest.importorskip("jiwer")
+for library in ("soundfile", "soxr", "kaldi_native_fbank", "transformers"):
+    pytest.importorskip(library)
+
+SMALL = ["model.d_model=16", "model.n_layers=1", "train.batch_size=6", "train.eval_every=20"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        root = tmp_path_factory.mktemp("data")
+        write_digits(root, monkeypatch)
+        yield write_an4(root, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "an4"
+    settings = ["data.name=an4", f"data.data_dir={folder}", "data.masks=0", f"run_dir={run_dir}"]
+    learns = ["train.steps=300", "train.lr=5e-3", "train.warmup_steps=10", "train.bf16=false"]
+    ended = works(
+        "train", *settings, *SMALL, *learns, "model.d_model=32", "model.n_layers=2", "model.dropout=0.0"
+    )
+    assert re.search(r"best validation loss \d+\.\d+ nats/symbol", ended.stderr)
+    assert f"transcribe with it: unrolled transcribe {run_dir} sound.wav" in ended.stderr
+    return run_dir
+
+
+def test_a_run_is_that_of_a_transcriber_by_its_recipe(trained: Path) -> None:
+    assert isinstance(models.load(trained), models.Transcriber)
+    settings = run_config.read_saved(trained)
+    assert settings["train"]["optimizer"] == RECIPES["speech"]["train"]["optimizer"]
+    assert settings["model"]["attention"] == RECIPES["speech"]["model"]["attention"]
+    assert "best loss" in works("info", trained).stdout
+
+
+def test_what_was_learned_is_transcribed_in_a_line_for_each_file(trained: Path, tmp_path: Path) -> None:
+    alone = Path(shutil.copytree(trained, tmp_path / "run"))
+    (alone / "run.yaml").unlink()  # the folder of the model is enough
+    said = {"no": "N OW", "oh": "OW", "two": "T UW"}
+    files = [write_wave(tmp_path / f"{word}.wav", [spoken(word.upper(), 16_000)]) for word in said]
+    printed = works("transcribe", alone, *files).stdout.splitlines()
+    assert len(printed) == 3
+    vocabulary, model = Vocabulary.load(alone), models.load(alone)
+    sounds = [vocabulary.features(file) for file in files]
+    for beam in (1, 8):
+        expected = [vocabulary.decode(x) for x in generation.transcribe(model, sounds, beam_size=beam)]
+        assert works("transcribe", alone, *files, "--beam", beam).stdout.splitlines() == expected
+    assert printed[0] == "N OW"
+    stereo = write_wave(tmp_path / "stereo.wav", [spoken("NO", 44_100)] * 2, 44_100)
+    assert works("transcribe", alone, stereo).stdout.splitlines() == printed[:1]
+
+
+def test_errors_are_those_of_jiwer_with_a_standard_error(trained: Path, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    printed = works("evaluate", trained, "--beam-size", 4, "--out", file).stdout
+    figures = json.loads(file.read_text())
+    found = figures["errors"]
+    run = run_config.resolve(run_config.read_saved(trained))
+    model, vocabulary = models.load(trained).eval(), run.dataset.vocabulary
+    (batch,) = run.dataset.eval_batches(6)
+    rows = [x[~pad] for x, pad in zip(batch.inputs, batch.key_padding_mask, strict=True)]
+    heard = [vocabulary.decode(ids) for ids in generation.transcribe(model, rows, beam_size=4)]
+    said = [vocabulary.decode(ids[ids != IGNORED]) for ids in batch.targets]
+    assert found["rate"] == pytest.approx(jiwer.wer(said, heard))
+    assert (found["units"], found["utterances"], found["beam_size"]) == (7, 2, 4)
+    assert figures["loss"] == pytest.approx(
+        model.loss(batch.inputs, batch.targets, key_padding_mask=batch.key_padding_mask).item(), rel=1e-5
+    )
+    assert f"phone error rate {found['rate']:.2%} ± {found['standard_error']:.2%}" in printed
+    assert f"({found['errors']} errors in 7 phones of 2 utterances, beam 4)" in printed
+
+
+def test_the_standard_error_is_that_of_a_ratio(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"name": "spoken_digits", "data_dir": str(folder), "val_size": 40, "most": 4}
+    dataset = run_config.resolve({"data": settings}).dataset
+    monkeypatch.setattr(
+        generation, "transcribe", lambda model, rows, beam_size: [torch.tensor([1, 2])] * len(rows)
+    )
+    found = error_rate(None, dataset, 8, 1)
+    pairs = []
+    for batch in dataset.eval_batches(8):
+        for ids in batch.targets:
+            words = dataset.vocabulary.decode(ids[ids != IGNORED])
+            pairs.append((jiwer.wer(words, "one two") * len(words.split()), len(words.split())))
+    wrong, count = torch.tensor(pairs).double().T
+    assert found.unit == "word"
+    assert found.rate == pytest.approx(float(wrong.sum() / count.sum()))
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randint(40, (20_000, 40), generator=generator)
+    bootstrap = (wrong[draws].sum(1) / count[draws].sum(1)).std().item()
+    assert found.standard_error == pytest.approx(bootstrap, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["transcriber", "bilstm_transcriber"])
+def test_digits_train_each_kind(name: str, folder: Path, tmp_path: Path) -> None:
+    settings = ["data.name=spoken_digits", f"data.data_dir={folder}", "data.most=2", "data.val_size=4"]
+    steps = ["train.steps=2", "train.optimizer=adamw", f"model.name={name}"]
+    works("train", *settings, *SMALL, *steps, f"run_dir={tmp_path / 'run'}")
+    printed = works("evaluate", tmp_path / "run").stdout
+    assert re.search(r"word error rate \d+\.\d+% ± ", printed)
+    assert not math.isnan(float(re.search(r"loss ([\d.]+) nats/symbol", printed)[1]))
+    saved = run_config.read_saved(tmp_path / "run")
+    assert saved["model"]["name"] == name
+
+
+def test_wrong_sounds_are_named(trained: Path, tmp_path: Path) -> None:
+    good = write_wave(tmp_path / "good.wav", [tone(300, 0.3)])
+    bad = tmp_path / "bad.wav"
+    bad.write_text("no sound")
+    assert error("transcribe", trained, good, tmp_path / "none.wav").endswith(
+        "none.wav is not a file, but must be a sound"
+    )
+    assert "bad.wav cannot be read as a sound: " in error("transcribe", trained, bad)
+    empty = write_wave(tmp_path / "empty.wav", [tone(300, 0.0)])
+    assert "empty.wav has 0 samples, but must have at least 400" in error("transcribe", trained, empty)
+    assert error("transcribe", trained, good, "--beam", 0) == "--beam is 0, but must be at least 1"
+
+
+def test_other_folders_and_tasks_are_named(trained: Path, tmp_path: Path) -> None:
+    good = write_wave(tmp_path / "good.wav", [tone(300, 0.3)])
+    assert "is not a model's folder" in error("transcribe", tmp_path, good)
+    small = [
+        "data.length=4",
+        "data.val_size=4",
+        "train.steps=1",
+        "model.d_model=8",
+        "model.n_layers=1",
+        "model.n_heads=1",
+    ]
+    works("train", "data.name=copy", *small, f"run_dir={tmp_path / 'copy'}")
+    assert error("transcribe", tmp_path / "copy", good) == (
+        f"{tmp_path / 'copy'} holds a model of the kind 'decoder', which does not transcribe; the kind must be one of transcriber, bilstm_transcriber"
+    )
+    assert "--beam-size is for translations and speech" in error(
+        "evaluate", tmp_path / "copy", "--beam-size", 2
+    )
+    assert "--split is for translations" in error("evaluate", trained, "--split", "test")
+    assert "which does not predict tokens" in error("generate", trained)
+    recipe = ["train", "data.name=copy", "model.recipe=speech"]
+    assert (
+        error(*recipe)
+        == "model.recipe is 'speech', but must be one of classic, small-lm, best-lm, pixels for the model decoder"
+    )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["export", "{run}", "{out}/onnx"],
+        ["export", "{run}", "{out}/web", "--web"],
+        ["convert", "{run}", "{out}/hf"],
+    ],
+)
+def test_exports_refuse_in_one_sentence(command: list[str], trained: Path, tmp_path: Path) -> None:
+    assert "ranscriber" in error(*[word.format(run=trained, out=tmp_path) for word in command])
