@@ -66,7 +66,7 @@ def test_what_was_learned_is_transcribed_in_a_line_for_each_file(trained: Path, 
     sounds = [vocabulary.features(file) for file in files]
     for beam in (1, 8):
         expected = [vocabulary.decode(x) for x in generation.transcribe(model, sounds, beam_size=beam)]
-        assert works("transcribe", alone, *files, "--beam", beam).stdout.splitlines() == expected
+        assert works("transcribe", alone, *files, "--beam-size", beam).stdout.splitlines() == expected
     assert printed[0] == "N OW"
     stereo = write_wave(tmp_path / "stereo.wav", [spoken("NO", 44_100)] * 2, 44_100)
     assert works("transcribe", alone, stereo).stdout.splitlines() == printed[:1]
@@ -135,7 +135,7 @@ def test_wrong_sounds_are_named(trained: Path, tmp_path: Path) -> None:
     assert "bad.wav cannot be read as a sound: " in error("transcribe", trained, bad)
     empty = write_wave(tmp_path / "empty.wav", [tone(300, 0.0)])
     assert "empty.wav has 0 samples, but must have at least 400" in error("transcribe", trained, empty)
-    assert error("transcribe", trained, good, "--beam", 0) == "--beam is 0, but must be at least 1"
+    assert error("transcribe", trained, good, "--beam-size", 0) == "--beam-size is 0, but must be at least 1"
 
 
 def test_other_folders_and_tasks_are_named(trained: Path, tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ OPTIONS = {
         "--device": DEVICE,
         "--force": ([], [""]),
     },
-    "transcribe": {"--beam": COUNT, "--device": DEVICE},
+    "transcribe": {"--beam-size": COUNT, "--device": DEVICE},
     "table": {"--markdown": FLAG, "--lengths": LENGTHS, "--measure": FLAG},
     "export": {
         "--opset": (["20"], ["0", "19", "26", "1.5", *NO_NUMBER]),

@@ -13,6 +13,7 @@ import torch
 
 from unrolled import experiments, training
 from unrolled.cli import run_config
+from unrolled.cli._errors import error_rate
 from unrolled.cli._scores import count_splits
 from unrolled.decode import load_model
 from unrolled.experiments import Experiment, Figures, Results, Trial
@@ -135,11 +136,12 @@ def _changed(values: dict[str, Any], changes: Any) -> dict[str, Any]:
 
 
 def _scores(model: Any, run: run_config.Run) -> dict[str, float | None]:
-    """Evaluate on the validation split: loss, bits for each target of tokens, and accuracy if there is one.
+    """Evaluate on the validation split: loss, bits for each target of tokens, accuracy or error rate.
 
-    Where `train.eval_batches` limits the evaluation, there is no accuracy.
+    Where `train.eval_batches` limits the evaluation, there are only losses.
     """
-    config, task, accuracy = run.train, run.dataset.task, None
+    config, task = run.train, run.dataset.task
+    accuracy = errors = None
     if config.eval_batches is None and task == "tokens":
         length = next(iter(run.dataset.eval_batches(1))).inputs.shape[1]
         [score] = training.evaluate_positions(model, run.dataset, config, [(0, length)])
@@ -149,8 +151,10 @@ def _scores(model: Any, run: run_config.Run) -> dict[str, float | None]:
         if config.eval_batches is None and (counts := count_splits(model, run.dataset, config.batch_size)):
             right, count = counts.get("test", counts["validation"])
             accuracy = right / count
+        if config.eval_batches is None and task == "transcription":
+            errors = error_rate(model, run.dataset, config.batch_size, 1).rate
     bits = loss / math.log(2) if task in ("tokens", "bits") else None
-    return {"loss": loss, "bits": bits, "accuracy": accuracy}
+    return {"loss": loss, "bits": bits, "accuracy": accuracy, "error_rate": errors}
 
 
 def _curve(run_dir: Path) -> dict[str, list[float]]:
