@@ -21,6 +21,7 @@ from unrolled.bench.units import brief_time, duration, size
 from unrolled.cli.run_config import read, resolve
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops.state import nbytes
+from unrolled.training.memory import PeakBytes
 
 demo_module = importlib.import_module("unrolled.cli.demo")  # `unrolled.cli.demo` itself is the command
 SMALL = ["model.d_model=16", "model.n_layers=2", "model.n_heads=2"]
@@ -245,7 +246,7 @@ def test_contenders_take_turns_and_the_median_is_reported(monkeypatch):
 
 def test_peak_bytes_counts_what_is_alive_at_once():
     x = torch.zeros(1000)  # 4,000 bytes, made outside
-    with torch.inference_mode(), measure.PeakBytes() as memory:
+    with torch.inference_mode(), PeakBytes() as memory:
         y = x + 1
         z = y.view(10, 100)[:5]  # the same memory
         w = x.add(2).mul(3)  # the sum and the product at once, beside y

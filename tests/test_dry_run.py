@@ -29,15 +29,27 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_prints_memory_and_time_and_writes_nothing(tmp_path: Path) -> None:
     printed = run("train", "--dry-run", *COPY, "run_dir=runs/x")
     lines = dict(line.rstrip().split(maxsplit=1) for line in printed.splitlines())
-    assert list(lines) == ["model", "memory", "peak", "steps", "evaluations", "time", "folder"]
+    assert list(lines) == ["model", "memory", "activations", "peak", "steps", "evaluations", "time", "folder"]
     parameters = int(re.fullmatch(r"decoder, ([\d,]+) parameters", lines["model"])[1].replace(",", ""))
-    weights, gradients, optimizer = (float(x) for x in re.findall(r"([\d.]+) kB", lines["memory"]))
+    sizes = re.findall(r"([\d.]+) kB (\w+)", lines["memory"])
+    assert [name for _, name in sizes] == ["weights", "gradients", "optimiser"]
+    weights, gradients, optimizer = (float(x) for x, _ in sizes)
+    assert re.fullmatch(r"[\d.]+ kB at most, gradients of weights not counted", lines["activations"])
     assert weights == gradients == pytest.approx(parameters * 4 / 1000, rel=5e-3)
     assert optimizer == pytest.approx(2 * weights, rel=2e-2)
     assert lines["steps"].startswith("300 of 4 examples, ")
     assert lines["evaluations"].startswith("2 of ")
     assert lines["folder"] == "runs/x, where nothing was written"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_states_of_segments_and_carried_ones_are_told() -> None:
+    text = ["data.name=text", "data.length=40", "data.order=consecutive", "model.d_model=16", *SMALL]
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog and back again " * 40)
+    options = ["data.path=text.txt", "train.segment=10", "train.carry_state=true", "run_dir=runs/x"]
+    printed = run("train", "--dry-run", *text, *options)
+    assert re.search(r"optimiser\s+\+\s+[\d.]+\s+kB\s+states", printed)
+    assert re.search(r"segments +[\d.]+ kB of states between them, in a temporary file", printed)
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from unrolled.attention import topk
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.attention.topk import TopkAttention, topk_attention, topk_reference
-from unrolled.bench.measure import PeakBytes
 from unrolled.ops.softmax import softmax_attention
 from unrolled.testing import Maker, check_half_precision
+from unrolled.training.memory import PeakBytes
 
 
 def heads(T, S, H=4, G=2, B=2, seed=0):

@@ -140,6 +140,25 @@ def test_tokens_are_the_targets_of_a_step():
     assert forecast(data=data, accumulate=2, steps=50).tokens == sum(counts) / 10
 
 
+class Holds(StandIn):
+    """Also makes some numbers that the backward pass needs."""
+
+    def __init__(self, numbers):
+        super().__init__()
+        self.numbers = numbers
+
+    def loss(self, inputs, targets):
+        loss = super().loss(inputs, targets)
+        return loss + 0 * loss.expand(self.numbers).exp().mean()
+
+
+def test_activations_are_counted():
+    small, large = (forecast(Holds(n)).taken.activation_bytes for n in (10**6, 2 * 10**6))
+    # at once: the exponentials, the gradients of the mean for them, and the products of both
+    assert large - small == 3 * 4 * 10**6
+    assert small - 3 * 4 * 10**6 < 4 * 10**5
+
+
 PEAK = """
 import torch
 from training.standin import Cycles, StandIn, config

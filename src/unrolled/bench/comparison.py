@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from unrolled import attention
-from unrolled.bench.measure import PeakBytes, take_turns
+from unrolled.bench.measure import take_turns
 from unrolled.contract import UnsupportedError
+from unrolled.training.memory import PeakBytes
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,19 @@
 
 import gc
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from unrolled.contract import UnsupportedError
 from unrolled.decode import Plan, plan
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops.state import map_tensors, nbytes
 from unrolled.threads import cpu_threads
+from unrolled.training.memory import PeakBytes
 
 Key = TypeVar("Key")
 
@@ -195,39 +192,6 @@ def take_turns(
         if collecting:
             gc.enable()
     return seconds
-
-
-class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of tensors that exist at once, among those made by the operations inside.
-
-    Temporary memory inside an operation is not counted.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
-        self._known: Any = WeakIdKeyDictionary()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for storage in _storages((args, kwargs)):
-            self._known.setdefault(storage, True)  # made outside, or counted already
-        result = func(*args, **kwargs)
-        for storage in _storages(result):
-            if storage not in self._known:
-                self._known[storage] = True
-                size = storage.nbytes()
-                self.live += size
-                weakref.finalize(storage, self._free, size)
-        self.peak = max(self.peak, self.live)
-        return result
-
-    def _free(self, size: int) -> None:
-        self.live -= size
-
-
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 def random_tokens(model: Any, length: int, batch: int = 1) -> Tensor:

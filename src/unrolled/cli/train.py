@@ -68,6 +68,7 @@ def train(
     \b
     What memory and time it will take:
       unrolled train --dry-run --config book.yaml
+      torchrun --nproc-per-node 2 -m unrolled train --dry-run --config book.yaml
 
     \b
     On several processes or machines, by torchrun; batch_size is that of all of them together:
@@ -99,8 +100,6 @@ def train(
 
     with joined() as processes:
         with processes.agreed():
-            if dry_run and not processes.alone:
-                raise ValueError("--dry-run is for one process: run it without torchrun")
             run = run_config.resolve(run_config.read(config, overrides or [], data_dir))
 
             def made_before() -> bool:
@@ -115,7 +114,9 @@ def train(
             model = run.new_model(where)
 
         if dry_run:
-            _print(training.dry_run(model, run.dataset, run.train, run.run_dir, resume=resume), run, where)
+            forecast = training.dry_run(model, run.dataset, run.train, run.run_dir, resume=resume)
+            if processes.first:
+                _print(forecast, run, where)
             return
 
         if processes.first:
@@ -174,13 +175,22 @@ def _print(f: "Forecast", run: "Run", device: "torch.device") -> None:
     from unrolled.bench.units import brief_time, duration, size
 
     memory = {"weights": f.weight_bytes, "gradients": f.gradient_bytes, "optimiser": f.optimizer_bytes}
+    memory |= {"states": f.carried_bytes} if f.carried_bytes else {}
     lines = {
         "model": f"{run.kind.model_name}, {f.parameters:,} parameters",
         "memory": " + ".join(f"{size(x)} {name}" for name, x in memory.items()),
     }
+    if f.taken is not None:
+        lines["activations"] = f"{size(f.taken.activation_bytes)} at most, gradients of weights not counted"
     if f.measured and f.peak_bytes is not None:
         holder = "the whole process" if device.type == "cpu" else "torch on the GPU"
         lines["peak"] = f"{size(f.peak_bytes)}, {holder} in {f.measured} steps"
+    if f.taken is not None and f.taken.kept_bytes:
+        lines["segments"] = f"{size(f.taken.kept_bytes)} of states between them, in a temporary file"
+    if f.processes > 1:
+        lines["processes"] = f"{f.processes}; memory is that of the first"
+    if f.processes > 1 and f.taken is not None:
+        lines["processes"] += f", which sends {size(f.taken.sent_bytes)} in a step"
     if f.measured:
         count = f"{f.steps - f.step:,} to go, {f.step:,} done," if f.step else f"{f.steps:,}"
         examples = run.train.batch_size * run.train.accumulate

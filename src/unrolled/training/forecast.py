@@ -1,8 +1,9 @@
 """A forecast of memory and time of a run, from a few steps whose results are discarded."""
 
-import sys
+import math
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -12,26 +13,38 @@ import torch
 from torch import Tensor
 
 from unrolled.contract import Dataset
+from unrolled.ops.state import nbytes
 from unrolled.threads import cpu_threads
 from unrolled.training import _steps
 from unrolled.training._session import own_random_state
+from unrolled.training._shares import check_divisible
+from unrolled.training.checkpoint import TrainState
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import evaluate
 from unrolled.training.interfaces import Trainable
-from unrolled.training.memory import process_bytes
+from unrolled.training.memory import peak_bytes
+from unrolled.training.processes import joined
+from unrolled.training.slices import teams
+from unrolled.training.spread import local
+from unrolled.training.watch import Taken, watched
 
 STEPS = 10
+WATCHED = 2  # the third step: in the first ones, memory is set up that stays
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The memory and the time that a run needs.
+    """The memory that a run needs on this process, and its time.
 
     Attributes:
+        processes: how many there are.
         parameters: number of parameters; shared ones count once.
-        weight_bytes: of these.
+        weight_bytes: of these, or of the part of them that the process has.
         gradient_bytes: of the gradients; frozen parameters have none.
         optimizer_bytes: of the state of the optimiser, and of the averaged weights.
+        carried_bytes: of the states that are carried from batch to batch.
+        taken: what a step takes for activations and for states between segments, and what it sends to other
+            processes: in the third step, the last one of a shorter run. None without such a step.
         peak_bytes: peak memory, activations included: on a CPU of the whole process, with Python, torch and
             the data set; on CUDA of torch. None where the system does not report it.
         step: first step; above 0 if the run resumes from a checkpoint.
@@ -43,10 +56,13 @@ class Forecast:
         evaluation_seconds: time of one, its first batch times the number of batches.
     """
 
+    processes: int
     parameters: int
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    carried_bytes: int
+    taken: Taken | None
     peak_bytes: int | None
     step: int
     steps: int
@@ -73,7 +89,8 @@ def dry_run(
 ) -> Forecast:
     """Run the first ten steps of `train` and one batch of an evaluation, without writing files.
 
-    The model is left with the weights of the last of these steps, in eval mode.
+    The model is left with the weights of the last of these steps, in eval mode. Several processes call it
+    together, as `train`, and all get the memory of their own and the time of the first.
 
     Args:
         model: as for `train`.
@@ -84,32 +101,49 @@ def dry_run(
 
     Raises:
         ValueError: the checkpoint is damaged or belongs to another model, config or data set, or a batch has
-            nothing to predict.
+            nothing to predict, or the batches or the weights cannot be dealt out evenly to the processes.
         FloatingPointError: a loss or the gradient is not finite.
-        UnsupportedError: the model cannot recompute activations.
+        UnsupportedError: as for `train`.
+        ElsewhereError: another process of the run failed.
     """
-    _steps.fit(model, dataset, config)
     device = _steps.device_of(model)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    with own_random_state(device), cpu_threads(config.threads):
-        identity = _steps.identity_of(model, dataset, config)
-        state = _steps.begin(model, config)
+    with (
+        joined() as processes,
+        processes.losing_others(),
+        own_random_state(device),
+        cpu_threads(config.threads),
+        ExitStack() as stack,
+    ):
+        with processes.agreed():
+            check_divisible(config, processes)
+            identity = _steps.identity_of(model, dataset, config)
+        _steps.check_same(model, identity, processes)
+        processes = stack.enter_context(teams(processes, config))
+        with processes.agreed():
+            _steps.fit(model, dataset, config, processes)
+        with processes.agreed():
+            state = _steps.begin(model, config, processes)
         if resume and run_dir is not None:
             _steps.go_back(Path(run_dir), state, identity, config)
         progress = state.progress
         first = progress.step
+        watched_step = WATCHED if config.seconds is not None else min(WATCHED, config.steps - first - 1)
+        taken: Taken | None = None
         seconds: list[float] = []
         targets: list[int] = []
         model.train()
         while len(seconds) < STEPS and not config.is_over(progress.step, progress.seconds + sum(seconds)):
             began = time.perf_counter()
-            done = _steps.update(state, dataset, config, state.schedule.lr(progress.step))
-            seconds.append(time.perf_counter() - began)
+            with watched(state) if len(seconds) == watched_step else nullcontext() as taken_now:
+                done = _steps.update(state, dataset, config, state.schedule.lr(progress.step))
+            taken = taken_now or taken
+            seconds.append(processes.from_first(time.perf_counter() - began))
             targets.append(done.targets)
             progress.step += 1
         model.eval()
-        evaluation_seconds = _evaluation_seconds(model, dataset, config) if seconds else 0.0
+        evaluation_seconds = _evaluation_seconds(state, dataset, config) if seconds else 0.0
         step_seconds, steps = median(seconds or [0.0]), config.steps
         if config.seconds is not None:
             each = step_seconds + evaluation_seconds / config.eval_every
@@ -120,11 +154,14 @@ def dry_run(
     ]
     averages = [] if state.averaged is None else [x for _, x in state.averaged.named_parameters()]
     return Forecast(
+        processes=processes.size,
         parameters=sum(x.numel() for x in parameters),
         weight_bytes=_nbytes(parameters),
         gradient_bytes=_nbytes(x for x in parameters if x.requires_grad),
         optimizer_bytes=_nbytes(x for x in [*moments, *averages] if isinstance(x, Tensor)),
-        peak_bytes=_peak_bytes(device),
+        carried_bytes=0 if state.carried is None else nbytes(state.carried),
+        taken=taken,
+        peak_bytes=peak_bytes(device),
         step=first,
         steps=steps,
         measured=len(seconds),
@@ -142,24 +179,15 @@ def _evaluations(step: int, steps: int, every: int) -> int:
     return steps // every - step // every + (steps % every != 0)
 
 
-def _evaluation_seconds(model: Trainable, dataset: Dataset, config: TrainConfig) -> float:
+def _evaluation_seconds(state: TrainState, dataset: Dataset, config: TrainConfig) -> float:
+    """Time the first batches of an evaluation, one for each team of processes, times their number."""
+    processes = state.processes
     batches = sum(1 for _ in islice(dataset.eval_batches(config.batch_size), config.eval_batches))
     began = time.perf_counter()
-    evaluate(model, dataset, replace(config, eval_batches=1))
-    return (time.perf_counter() - began) * batches
+    evaluate(state.model, dataset, replace(config, eval_batches=processes.teams), processes=processes)
+    took = processes.from_first(time.perf_counter() - began)
+    return took * math.ceil(batches / processes.teams)
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)
-
-
-def _peak_bytes(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if device.type != "cpu" or sys.platform == "win32":
-        return None
-    if sys.platform == "linux":  # where `ru_maxrss` includes the peak of the parent process
-        return process_bytes("VmHWM")
-    import resource  # not available on Windows
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
+    return sum(local(x).nbytes for x in tensors)

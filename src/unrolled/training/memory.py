@@ -1,6 +1,15 @@
-"""The memory that this process holds."""
+"""The memory that this process holds, and that of the tensors that it makes."""
 
+import sys
+import weakref
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 STATUS = Path("/proc/self/status")  # Linux only
 
@@ -9,3 +18,58 @@ def process_bytes(field: str) -> int:
     """Return a size from `/proc/self/status`: "VmRSS" is held now, "VmHWM" the peak."""
     status = STATUS.read_text(encoding="ascii", errors="replace")
     return 1024 * int(status.partition(f"{field}:")[2].split()[0])
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Return the peak memory of a run so far: on CUDA of torch's tensors, else of the whole process.
+
+    None where the system does not report it.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu" or sys.platform == "win32":
+        return None
+    if sys.platform == "linux":  # where `ru_maxrss` includes the peak of the parent process
+        return process_bytes("VmHWM")
+    import resource  # not available on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
+
+
+class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of tensors that exist at once, among those made by the operations inside.
+
+    Temporary memory inside an operation is not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self._known: Any = WeakIdKeyDictionary()  # storages, with what stops counting them
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for storage in _storages((args, kwargs)):
+            self._known.setdefault(storage, None)  # made outside, or counted already
+        result = func(*args, **kwargs)
+        for storage in _storages(result):
+            if storage not in self._known:
+                size = storage.nbytes()
+                self.live += size
+                self._known[storage] = weakref.finalize(storage, self._free, size)
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def forget(self, x: Tensor) -> None:
+        """Count the memory of a tensor no longer, as if it were free."""
+        for storage in _storages(x):
+            if stop := self._known.get(storage):
+                stop()  # once only
+
+    def _free(self, size: int) -> None:
+        self.live -= size
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    tensors = [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+    return [x.untyped_storage() for x in tensors if not is_traceable_wrapper_subclass(x)]  # such as a DTensor
