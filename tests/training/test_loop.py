@@ -47,6 +47,7 @@ def test_the_log(tmp_path):
     ]  # fmt: skip
     assert lines[0]["config"]["lr"] == 0.01
     assert lines[1]["tokens_per_second"] > 0
+    assert [x["peak_bytes"] > 10**8 for x in lines if x["event"] == "eval"] == [True] * 3  # of the process
     assert lines[1]["lr"] == pytest.approx(0.01 * 2 / 3)
     assert lines[2]["bits"] == lines[2]["loss"] / math.log(2)
 

@@ -18,6 +18,7 @@ from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import EvaluationStoppedError, evaluate
 from unrolled.training.interfaces import Trainable
 from unrolled.training.log import RunLog, SilentLog, open_log, progress_bar
+from unrolled.training.memory import peak_bytes
 from unrolled.training.processes import joined
 from unrolled.training.slices import teams
 
@@ -255,7 +256,9 @@ class _Run:
                     with replacing_files(self.run_dir) as folder:
                         best.save(folder)
         p.evaluated = p.step
-        log.write("eval", p.step, loss=p.last_val, bits=p.last_val / math.log(2), best=p.best_val)
+        peaks = [x for x in state.processes.gather(peak_bytes(state.device)) if x is not None]
+        memory = {"peak_bytes": max(peaks)} if peaks else {}  # of the process that has taken most
+        log.write("eval", p.step, loss=p.last_val, bits=p.last_val / math.log(2), best=p.best_val, **memory)
         self._count_seconds()
 
 
