@@ -72,6 +72,7 @@ OPTIONS = {
         "--dry-run": FLAG,
         "--device": DEVICE,
         "--tensorboard": FLAG,
+        "--wandb": (["x"], []),
         "--force": FLAG,
     },
     "generate": {
@@ -257,7 +258,7 @@ ONLY_REFUSED = {
     "transcribe",
 }
 MAY_BE_MISSING = {"info", "bench", "compare"}
-SLOW_FLAGS = {"--aot", "--web", "--measure", "--int8", "--fused", "--list", "--tensorboard"}
+SLOW_FLAGS = {"--aot", "--web", "--measure", "--int8", "--fused", "--list", "--tensorboard", "--wandb"}
 SETTINGS = {
     "data.name": (["text"], ["none", "", "[]", "null", "{}"]),
     "data.path": (["{world}/text.txt"], ["{world}/none", "{world}/empty", "null", "[]", "3"]),

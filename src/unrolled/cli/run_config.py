@@ -82,6 +82,14 @@ class Run:
         """The name of the data set and its options."""
         return {"name": self.dataset.name} | self.dataset.options
 
+    def settings(self) -> dict[str, Any]:
+        """Return all settings, as the file of a run has them."""
+        # With every setting written out, no recipe may complete them.
+        model = {"name": self.kind.model_name, "recipe": "classic"} | asdict(cast(Any, self.model))
+        sections = {"data": self.data, "model": model, "train": asdict(self.train), "run_dir": self.run_dir}
+        found: dict[str, Any] = plain(sections)
+        return found
+
     def new_model(self, device: "torch.device") -> Any:
         """Make the model with its initial weights, which follow from the seed."""
         import torch
@@ -108,10 +116,7 @@ class Run:
         Raises:
             ValueError: the folder cannot be made or written to.
         """
-        # With every setting written out, no recipe may complete them.
-        model = {"name": self.kind.model_name, "recipe": "classic"} | asdict(cast(Any, self.model))
-        sections = {"data": self.data, "model": model, "train": asdict(self.train), "run_dir": self.run_dir}
-        text = yaml.safe_dump(plain(sections), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(self.settings(), sort_keys=False, allow_unicode=True)
         try:
             write_file(self.run_dir / FILE_NAME, text)
         except OSError as error:

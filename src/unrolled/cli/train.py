@@ -32,6 +32,10 @@ def train(
         typer.Option("--dry-run", help="Make ten steps in memory, tell what the run takes, write nothing."),
     ] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")] = False,
+    wandb: Annotated[
+        str | None,
+        typer.Option(metavar="PROJECT", help="Also send the log to this project of Weights & Biases."),
+    ] = None,
     force: Force = False,
 ) -> None:
     """Train the kind of model that the data asks for. Repeat the command to resume a run.
@@ -94,6 +98,7 @@ def train(
     from unrolled import training
     from unrolled.cli import run_config
     from unrolled.cli._device import choose
+    from unrolled.cli._wandb import Tracker
     from unrolled.folders import check_folder, contents
     from unrolled.models.saving import PLAN_FILE, WEIGHTS_FILE
     from unrolled.training.processes import joined
@@ -112,6 +117,7 @@ def train(
                 check_folder(run.run_dir, what, made_before, force=force)
             where = choose(device)
             model = run.new_model(where)
+            tracker = Tracker(wandb, run) if wandb is not None and processes.first and not dry_run else None
 
         if dry_run:
             forecast = training.dry_run(model, run.dataset, run.train, run.run_dir, resume=resume)
@@ -123,15 +129,26 @@ def train(
             parameters = sum(x.numel() for x in model.parameters())
             others = "" if processes.alone else f"{processes.size} processes, "
             typer.echo(f"{parameters:,} parameters, {others}run folder {run.run_dir}", err=True)
-        result = training.train(
-            model,
-            run.dataset,
-            run.train,
-            run.run_dir,
-            resume=resume,
-            tensorboard=tensorboard,
-            on_start=run.begin,
-        )
+
+        def start(resumed: bool) -> None:
+            run.begin(resumed)
+            if tracker is not None:
+                tracker.start(resumed)
+
+        try:
+            result = training.train(
+                model,
+                run.dataset,
+                run.train,
+                run.run_dir,
+                resume=resume,
+                tensorboard=tensorboard,
+                on_start=start,
+                on_line=lambda line: None if tracker is None else tracker.send(line),
+            )
+        finally:
+            if tracker is not None:
+                tracker.finish()
         if processes.first:
             _report_loss(result, run)
         result.raise_if_interrupted()

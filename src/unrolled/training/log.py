@@ -1,7 +1,7 @@
 """Output of a run: a JSON-lines log, TensorBoard on request, and a progress bar."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -18,17 +18,21 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-class RunLog:
-    """JSON lines, each with an `event` and a `step`, flushed one by one and mirrored to TensorBoard."""
+OnLine = Callable[[dict[str, Any]], object]
 
-    def __init__(self, file: TextIO, board: "SummaryWriter | None" = None) -> None:
-        self._file = file
-        self._board = board
+
+class RunLog:
+    """JSON lines, each with an `event` and a `step`, flushed one by one and told to others."""
+
+    def __init__(self, file: TextIO, board: "SummaryWriter | None", on_line: OnLine) -> None:
+        self._file, self._board, self._on_line = file, board, on_line
 
     def write(self, event: str, step: int, **values: object) -> None:
         """Write one line. Numbers also go to TensorBoard, as `event/name`."""
-        self._file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
+        line = {"event": event, "step": step, **values}
+        self._file.write(json.dumps(line) + "\n")
         self._file.flush()
+        self._on_line(line)
         if self._board is not None:
             for name, value in values.items():
                 if isinstance(value, int | float):
@@ -47,10 +51,13 @@ class SilentLog(RunLog):
 
 
 @contextmanager
-def open_log(path: Path, *, after: int | None, tensorboard: bool = False) -> Iterator[RunLog]:
+def open_log(
+    path: Path, *, after: int | None, tensorboard: bool = False, on_line: OnLine = lambda line: None
+) -> Iterator[RunLog]:
     """Open the log of a run that resumes after step `after`, or of a new one (None).
 
-    Later lines of an earlier process are dropped, since those steps run again.
+    Later lines of an earlier process are dropped, since those steps run again. `on_line` is called with each
+    line that is written.
 
     Raises:
         UnsupportedError: TensorBoard is requested but not installed.
@@ -62,7 +69,7 @@ def open_log(path: Path, *, after: int | None, tensorboard: bool = False) -> Ite
         (staging / path.name).write_text(text, encoding="utf-8")
     try:
         with path.open("a", encoding="utf-8") as file:
-            yield RunLog(file, board)
+            yield RunLog(file, board, on_line)
     finally:
         if board is not None:
             board.close()

@@ -17,7 +17,7 @@ from unrolled.training.checkpoint import TrainState
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import EvaluationStoppedError, evaluate
 from unrolled.training.interfaces import Trainable
-from unrolled.training.log import RunLog, SilentLog, open_log, progress_bar
+from unrolled.training.log import OnLine, RunLog, SilentLog, open_log, progress_bar
 from unrolled.training.memory import peak_bytes
 from unrolled.training.processes import joined
 from unrolled.training.slices import teams
@@ -54,6 +54,7 @@ def train(
     tensorboard: bool = False,
     metadata: Mapping[str, object] | None = None,
     on_start: Callable[[bool], object] = lambda resumed: None,
+    on_line: OnLine = lambda line: None,
 ) -> TrainResult:
     """Train a model, or resume where an earlier call on the same folder stopped.
 
@@ -84,6 +85,8 @@ def train(
         metadata: plain JSON to keep in the checkpoint, such as the options of the data set.
         on_start: called once, after all checks and before any write, with whether the run resumes from a
             checkpoint; use it to add files to the folder.
+        on_line: called on the first process with each line of the log, a dict with "event" and "step"; use it
+            to tell another tracker of experiments.
 
     Raises:
         ValueError: the folder cannot be written to or another process trains there, or its checkpoint is
@@ -126,7 +129,7 @@ def train(
                 on_start(resumed)
         interrupted = signalled if processes.alone else SignalFlag()
         run = _Run(state, dataset, config, run_dir, identity, dict(metadata or {}), signalled, interrupted)
-        run.go(resumed, progress=progress, tensorboard=tensorboard)
+        run.go(resumed, progress=progress, tensorboard=tensorboard, on_line=on_line)
     model.eval()
     p = state.progress
     return TrainResult(p.best_val, p.last_val, p.step, p.seconds, interrupted.signal)
@@ -149,7 +152,7 @@ class _Run:
     interrupted: SignalFlag
     started: float = 0.0
 
-    def go(self, resumed: bool, *, progress: bool, tensorboard: bool) -> None:
+    def go(self, resumed: bool, *, progress: bool, tensorboard: bool, on_line: OnLine) -> None:
         """Train to the end, or to a signal, and write a checkpoint."""
         p, config, first = self.state.progress, self.config, self.state.processes.first
         self.started = time.perf_counter() - p.seconds
@@ -161,7 +164,8 @@ class _Run:
                 if first:
                     after = p.step if resumed else None
                     file = self.run_dir / "log.jsonl"
-                    log = stack.enter_context(open_log(file, after=after, tensorboard=tensorboard))
+                    opened = open_log(file, after=after, tensorboard=tensorboard, on_line=on_line)
+                    log = stack.enter_context(opened)
                     log.write("resume" if resumed else "start", p.step, config=asdict(config))
             bar = stack.enter_context(progress_bar(progress and first))
             total, unit = (config.steps, "steps") if config.seconds is None else (config.seconds, "s")
