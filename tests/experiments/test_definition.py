@@ -7,7 +7,7 @@ import pytest
 
 from unrolled import experiments
 from unrolled.cli import _experiments, run_config
-from unrolled.experiments import SMOKE, Experiment, made_of
+from unrolled.experiments import SMOKE, Experiment, Results, made_of
 
 TINY: dict[str, Any] = {
     "claim": "Wide is better than narrow.",
@@ -106,3 +106,19 @@ def test_an_unknown_scale_or_experiment_is_refused():
         _experiments.load("none")
     with pytest.raises(ValueError, match=r"none\.yaml does not exist"):
         _experiments.load("none.yaml")
+
+
+@pytest.mark.parametrize("name", [name for name in experiments.names() if experiments.obtained(name)])
+def test_the_results_of_the_library_are_those_of_its_experiments(name):
+    """So that no figure outlives the settings that it was made with."""
+    found, experiment = experiments.obtained(name), _experiments.load(name).at("full")
+    assert found is not None
+    assert found["scale"] == "full"
+    assert [x["text"] for x in found["expectations"]] == list(experiment.expect)
+    results = Results(experiment, {Path(folder): run for folder, run in found["runs"].items()})
+    assert [(x.text, x.held) for x in results.verdicts()] == [
+        (x["text"], x["held"]) for x in found["expectations"]
+    ]
+    for contender in experiment.contenders:
+        for trial in results.trials(contender):
+            assert found["runs"][trial.folder.as_posix()]["settings"] == experiment.values(trial)
