@@ -43,6 +43,8 @@ def arguments(kind, model):
     ids, classes = torch.randint(7, (B, T)), torch.randint(3, (B,))
     if kind == "vit":
         return (torch.rand(B, 3, 8, 8).double(),), classes
+    if kind.endswith("transcriber"):
+        return (torch.randn(B, 40, 6).double(),), torch.randint(7, (B, 3))
     if kind in ("ntm", "ntm_numbers"):
         bits = torch.randint(2, (B, T, 4)).double()
         return (bits,), bits if kind == "ntm" else bits[:, 0]

@@ -226,6 +226,8 @@ def read(kind):
         return model(torch.rand(2, 3, 8, 8))
     if kind.startswith("ntm"):
         return model(torch.rand(2, 6, 4))
+    if kind.endswith("transcriber"):
+        return model(torch.rand(2, 6, 6))
     if kind.startswith("mem"):
         return model(tokens.view(2, 3, 2))
     return model(tokens, tokens) if "_decoder" in kind or "seq2seq" in kind else model(tokens)
