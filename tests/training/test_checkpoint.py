@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from unrolled.folders import STAGING, replacing_files
-from unrolled.training import read_metadata
+from unrolled.training import _steps, read_metadata
 
 from .standin import Cycles, StandIn, run, weights
 
@@ -78,6 +78,21 @@ def test_refuses_another_config_by_field(stopped):
     refused(stopped, "train.schedule was 'constant' and is now 'plateau'", schedule="plateau")
     refused(stopped, "cannot be resumed: train.eps was 1e-08 and is now 1e-06", eps=1e-6)
     refused(stopped, "cannot be resumed: model.dropout was 0.2 and is now 0.5", model=StandIn(dropout=0.5))
+
+
+def test_a_setting_that_is_newer_than_the_checkpoint_had_its_default(tmp_path, monkeypatch):
+    identity_of = _steps.identity_of
+
+    def older(*arguments):
+        found = identity_of(*arguments)
+        del found["train"]["eps"]
+        return found
+
+    with monkeypatch.context() as then:
+        then.setattr(_steps, "identity_of", older)
+        run(tmp_path, steps=4, schedule="constant")
+    refused(tmp_path, "train.eps was 1e-08 and is now 1e-06", eps=1e-6)
+    assert run(tmp_path, steps=6, schedule="constant").steps == 6
 
 
 def test_refuses_other_data(stopped):

@@ -26,6 +26,7 @@ from unrolled.files import DIGEST_KEY, load_tensors, read_header, save_tensors
 from unrolled.folders import replacing_files
 from unrolled.training import _sharded, carrying
 from unrolled.training.averaging import tensors_of
+from unrolled.training.config import TrainConfig
 from unrolled.training.interfaces import Trainable
 from unrolled.training.optim import Schedule, ScheduleState
 from unrolled.training.processes import ElsewhereError, Processes
@@ -306,7 +307,8 @@ def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
 
 
 def _check_identity(path: Path, found: object, expected: object, free: frozenset[str]) -> None:
-    before, now = flatten(found), flatten(expected)
+    # A setting that did not exist when the checkpoint was written had what is its default now.
+    before, now = flatten({"train": asdict(TrainConfig())}) | flatten(found), flatten(expected)
     for name in sorted((before.keys() | now.keys()) - free):
         if before.get(name) != now.get(name):
             raise ValueError(
