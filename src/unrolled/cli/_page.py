@@ -118,9 +118,7 @@ def train_demo(run: "Run", *, resume: bool) -> float:
 
     from unrolled import training
 
-    torch.manual_seed(run.train.seed)  # the initial weights
-    model: Any = run.kind(run.model)
-    run.dataset.vocabulary.attach(model)
+    model = run.new_model(torch.device("cpu"))
     parameters = sum(x.numel() for x in model.parameters())
     typer.echo(f"{parameters:,} parameters, {run.dataset.name}, run folder {run.run_dir}", err=True)
     result = training.train(

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from unrolled.ops.masks import padding_mask
+
 
 def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Pad rows of ids at their end to the longest: ids [B,T], and a mask [B,T] that is True at padding."""
     ids = pad_sequence([torch.tensor(list(row)) for row in rows], batch_first=True)
-    lengths = torch.tensor([len(row) for row in rows])
-    return ids, torch.arange(ids.shape[1]) >= lengths[:, None]
+    return ids, padding_mask(torch.tensor([len(row) for row in rows]))

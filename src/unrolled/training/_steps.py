@@ -2,7 +2,8 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from unrolled.contract import IGNORED, Dataset, UnsupportedError
 from unrolled.ops.random_features import Projection
+from unrolled.threads import cpu_threads
 from unrolled.training import checkpoint
-from unrolled.training._shares import shares
+from unrolled.training._session import own_random_state
+from unrolled.training._shares import check_divisible, shares
 from unrolled.training.averaging import average, averaged_copy, tensors_of
 from unrolled.training.carrying import check_carried, entering
 from unrolled.training.checkpoint import TrainState
@@ -22,10 +25,41 @@ from unrolled.training.evaluation import count_targets
 from unrolled.training.gradients import add_gradient
 from unrolled.training.interfaces import Recomputes, Trainable
 from unrolled.training.optim import Schedule, build_optimizers
-from unrolled.training.processes import ALONE, Processes
+from unrolled.training.processes import ALONE, Processes, joined
 from unrolled.training.segments import Continues, check_continues
-from unrolled.training.slices import check_slices
+from unrolled.training.slices import check_slices, teams
 from unrolled.training.spread import spread, whole
+
+
+@contextmanager
+def together(
+    model: Trainable, dataset: Dataset, config: TrainConfig
+) -> Iterator[tuple[Processes, dict[str, object]]]:
+    """Join the processes of a run, and check that they can train this model together.
+
+    Yields the processes, and what must be the same for a checkpoint to be resumed (`identity_of`). At the end
+    the caller has its threads and torch's random state again.
+
+    Raises:
+        ValueError: the batches cannot be dealt out evenly, or the processes were given different things, or
+            as `fit`.
+        UnsupportedError: as `fit`.
+        ElsewhereError: another process failed.
+    """
+    with (
+        joined() as everyone,
+        everyone.losing_others(),
+        own_random_state(device_of(model)),
+        cpu_threads(config.threads),
+    ):
+        with everyone.agreed():
+            check_divisible(config, everyone)
+            identity = identity_of(model, dataset, config)
+        check_same(model, identity, everyone)
+        with teams(everyone, config) as processes:
+            with processes.agreed():
+                fit(model, dataset, config, processes)
+            yield processes, identity
 
 
 def begin(model: Trainable, config: TrainConfig, processes: Processes = ALONE) -> TrainState:

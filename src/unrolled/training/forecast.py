@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -14,17 +14,12 @@ from torch import Tensor
 
 from unrolled.contract import Dataset
 from unrolled.ops.state import nbytes
-from unrolled.threads import cpu_threads
 from unrolled.training import _steps
-from unrolled.training._session import own_random_state
-from unrolled.training._shares import check_divisible
 from unrolled.training.checkpoint import TrainState
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import evaluate
 from unrolled.training.interfaces import Trainable
 from unrolled.training.memory import peak_bytes
-from unrolled.training.processes import joined
-from unrolled.training.slices import teams
 from unrolled.training.spread import local
 from unrolled.training.watch import Taken, watched
 
@@ -109,20 +104,7 @@ def dry_run(
     device = _steps.device_of(model)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    with (
-        joined() as processes,
-        processes.losing_others(),
-        own_random_state(device),
-        cpu_threads(config.threads),
-        ExitStack() as stack,
-    ):
-        with processes.agreed():
-            check_divisible(config, processes)
-            identity = _steps.identity_of(model, dataset, config)
-        _steps.check_same(model, identity, processes)
-        processes = stack.enter_context(teams(processes, config))
-        with processes.agreed():
-            _steps.fit(model, dataset, config, processes)
+    with _steps.together(model, dataset, config) as (processes, identity):
         with processes.agreed():
             state = _steps.begin(model, config, processes)
         if resume and run_dir is not None:

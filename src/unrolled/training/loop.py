@@ -9,18 +9,14 @@ from pathlib import Path
 
 from unrolled.contract import Dataset
 from unrolled.folders import held, remove_staging, replacing_files
-from unrolled.threads import cpu_threads
 from unrolled.training import _steps, checkpoint
-from unrolled.training._session import STOPPING, Interrupted, SignalFlag, interrupt_flag, own_random_state
-from unrolled.training._shares import check_divisible
+from unrolled.training._session import STOPPING, Interrupted, SignalFlag, interrupt_flag
 from unrolled.training.checkpoint import TrainState
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import EvaluationStoppedError, evaluate
 from unrolled.training.interfaces import Trainable
 from unrolled.training.log import OnLine, RunLog, SilentLog, open_log, progress_bar
 from unrolled.training.memory import peak_bytes
-from unrolled.training.processes import joined
-from unrolled.training.slices import teams
 
 
 @dataclass(frozen=True)
@@ -99,23 +95,11 @@ def train(
         ElsewhereError: another process of the run failed.
     """
     run_dir = Path(run_dir)
-    device = _steps.device_of(model)
     with (
-        joined() as processes,
-        processes.losing_others(),
-        own_random_state(device),
-        cpu_threads(config.threads),
+        _steps.together(model, dataset, config) as (processes, identity),  # a failure creates no folder
         interrupt_flag() as signalled,
         ExitStack() as stack,
     ):
-        with processes.agreed():
-            check_divisible(config, processes)
-            # draws a batch first, so that a failure creates no folder
-            identity = _steps.identity_of(model, dataset, config)
-        _steps.check_same(model, identity, processes)
-        processes = stack.enter_context(teams(processes, config))
-        with processes.agreed():
-            _steps.fit(model, dataset, config, processes)
         with processes.agreed():
             if processes.first:
                 _make_folder(run_dir)
