@@ -29,7 +29,17 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_prints_memory_and_time_and_writes_nothing(tmp_path: Path) -> None:
     printed = run("train", "--dry-run", *COPY, "run_dir=runs/x")
     lines = dict(line.rstrip().split(maxsplit=1) for line in printed.splitlines())
-    assert list(lines) == ["model", "memory", "activations", "peak", "steps", "evaluations", "time", "folder"]
+    assert list(lines) == [
+        "model",
+        "memory",
+        "activations",
+        "peak",
+        "steps",
+        "MFU",
+        "evaluations",
+        "time",
+        "folder",
+    ]
     parameters = int(re.fullmatch(r"decoder, ([\d,]+) parameters", lines["model"])[1].replace(",", ""))
     sizes = re.findall(r"([\d.]+) kB (\w+)", lines["memory"])
     assert [name for _, name in sizes] == ["weights", "gradients", "optimiser"]

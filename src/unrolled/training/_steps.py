@@ -124,12 +124,14 @@ class Update(NamedTuple):
         loss: mean over the targets, in nats.
         grad_norm: norm of the whole gradient, before it was clipped.
         targets: how many there were, on all processes.
+        read: how many tokens the model has read, on all processes; 0 if its inputs are not tokens.
         sums: what `tell` returned, added up over the processes.
     """
 
     loss: float
     grad_norm: float
     targets: int
+    read: int
     sums: list[float]
 
 
@@ -200,7 +202,9 @@ def update(
         optimizer.step()
     if state.averaged is not None and config.ema is not None:
         average(state.averaged, state.model, config.ema, step + 1)
-    return Update(total, grad_norm, sum(map(count_targets, batches)), sums[len(counted) :])
+    targets = sum(map(count_targets, batches))
+    read = sum(x.inputs.numel() for x in batches if x.inputs.shape == x.targets.shape)
+    return Update(total, grad_norm, targets, read, sums[len(counted) :])
 
 
 def _seed(seed: int, step: int, rank: int) -> int:

@@ -46,13 +46,15 @@ class Recent:
     loss: float = 0.0
     tokens: int = 0
     seconds: float = 0.0
+    read: int = 0
 
-    def add(self, loss: float, tokens: int, seconds: float) -> None:
-        """Count one update."""
+    def add(self, loss: float, tokens: int, seconds: float, read: int = 0) -> None:
+        """Count one update, of so many targets, for which the model has read so many tokens."""
         self.steps += 1
         self.loss += loss
         self.tokens += tokens
         self.seconds += seconds
+        self.read += read
 
     @property
     def mean_loss(self) -> float:

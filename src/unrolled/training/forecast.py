@@ -21,6 +21,7 @@ from unrolled.training.evaluation import evaluate
 from unrolled.training.interfaces import Trainable
 from unrolled.training.memory import peak_bytes
 from unrolled.training.spread import local
+from unrolled.training.utilisation import flops_per_token, speed_of_products
 from unrolled.training.watch import Taken, watched
 
 STEPS = 10
@@ -46,6 +47,8 @@ class Forecast:
         steps: last step; of a run of so many seconds, an estimate.
         measured: number of steps measured.
         tokens: targets per step, a mean over the measured steps.
+        mfu: the share of the processors' speed that a step uses (`unrolled.training.utilisation`); None if no
+            step is left, or the inputs are not tokens.
         step_seconds: median time of a step; 0 if none is left.
         evaluations: how many are left.
         evaluation_seconds: time of one, its first batch times the number of batches.
@@ -63,6 +66,7 @@ class Forecast:
     steps: int
     measured: int
     tokens: float
+    mfu: float | None
     step_seconds: float
     evaluations: int
     evaluation_seconds: float
@@ -115,6 +119,8 @@ def dry_run(
         taken: Taken | None = None
         seconds: list[float] = []
         targets: list[int] = []
+        flops = 0
+        processors = processes.sum([speed_of_products(device, bf16=config.bf16)])[0]
         model.train()
         while len(seconds) < STEPS and not config.is_over(progress.step, progress.seconds + sum(seconds)):
             began = time.perf_counter()
@@ -123,6 +129,7 @@ def dry_run(
             taken = taken_now or taken
             seconds.append(processes.from_first(time.perf_counter() - began))
             targets.append(done.targets)
+            flops += done.read * flops_per_token(model)
             progress.step += 1
         model.eval()
         evaluation_seconds = _evaluation_seconds(state, dataset, config) if seconds else 0.0
@@ -148,6 +155,7 @@ def dry_run(
         steps=steps,
         measured=len(seconds),
         tokens=mean(targets or [0]),
+        mfu=flops / len(seconds) / step_seconds / processors if flops else None,
         step_seconds=step_seconds,
         evaluations=_evaluations(first, steps, config.eval_every),
         evaluation_seconds=evaluation_seconds,

@@ -17,6 +17,7 @@ from unrolled.training.evaluation import EvaluationStoppedError, evaluate
 from unrolled.training.interfaces import Trainable
 from unrolled.training.log import OnLine, RunLog, SilentLog, open_log, progress_bar
 from unrolled.training.memory import peak_bytes
+from unrolled.training.utilisation import flops_per_token, speed_of_products
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ class _Run:
     """A run in its folder, which is locked.
 
     `signalled` is set by a signal to this process, and `interrupted` where all processes know of one.
+    `processors` is the speed of those of all processes, in operations per second.
     """
 
     state: TrainState
@@ -135,10 +137,15 @@ class _Run:
     signalled: SignalFlag
     interrupted: SignalFlag
     started: float = 0.0
+    flops_per_token: int = 0
+    processors: float = 0.0
 
     def go(self, resumed: bool, *, progress: bool, tensorboard: bool, on_line: OnLine) -> None:
         """Train to the end, or to a signal, and write a checkpoint."""
         p, config, first = self.state.progress, self.config, self.state.processes.first
+        self.flops_per_token = flops_per_token(self.state.model)
+        speed = speed_of_products(self.state.device, bf16=config.bf16)
+        self.processors = self.state.processes.sum([speed])[0]
         self.started = time.perf_counter() - p.seconds
         if not resumed:
             self._save_checkpoint()  # so that a run killed early restarts from the same weights
@@ -209,14 +216,18 @@ class _Run:
         lr = self.state.schedule.lr(p.step, p.seconds)
         done = _steps.update(self.state, self.dataset, config, lr, self._tell)
         p.step += 1
-        p.recent.add(done.loss, done.targets, time.perf_counter() - began)
+        p.recent.add(done.loss, done.targets, time.perf_counter() - began, done.read)
         if self.state.processes.alone:
             self._count_seconds()
         else:
             self._heed(done.sums)
         if p.step % config.log_every == 0:
             mean, speed = p.recent.mean_loss, p.recent.speed
-            log.write("train", p.step, loss=mean, lr=lr, grad_norm=done.grad_norm, tokens_per_second=speed)
+            flops = p.recent.read * self.flops_per_token
+            used = {"mfu": flops / p.recent.seconds / self.processors} if flops else {}
+            log.write(
+                "train", p.step, loss=mean, lr=lr, grad_norm=done.grad_norm, tokens_per_second=speed, **used
+            )
         return done.loss
 
     def _evaluate_if_due(self, log: RunLog) -> None:
