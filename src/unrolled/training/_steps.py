@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -20,6 +20,7 @@ from unrolled.training._shares import check_divisible, shares
 from unrolled.training.averaging import average, averaged_copy, tensors_of
 from unrolled.training.carrying import check_carried, entering
 from unrolled.training.checkpoint import TrainState
+from unrolled.training.compiling import compiled
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import count_targets
 from unrolled.training.gradients import add_gradient
@@ -43,7 +44,7 @@ def together(
     Raises:
         ValueError: the batches cannot be dealt out evenly, or the processes were given different things, or
             as `fit`.
-        UnsupportedError: as `fit`.
+        UnsupportedError: as `fit` and `compiled`.
         ElsewhereError: another process failed.
     """
     with (
@@ -56,9 +57,11 @@ def together(
             check_divisible(config, everyone)
             identity = identity_of(model, dataset, config)
         check_same(model, identity, everyone)
-        with teams(everyone, config) as processes:
+        with teams(everyone, config) as processes, ExitStack() as stack:
             with processes.agreed():
                 fit(model, dataset, config, processes)
+                if config.compile:
+                    stack.enter_context(compiled(model))
             yield processes, identity
 
 

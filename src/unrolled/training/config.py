@@ -43,6 +43,8 @@ class TrainConfig(Checked):
         accumulate: micro-batches per update.
         bf16: run forward passes under bfloat16 autocast; weights and optimiser stay as they are.
         gradient_checkpointing: recompute activations in the backward pass to save memory.
+        compile: compile the blocks of the model by `torch.compile` when they first run; not together with
+            `segment`, `carry_state` or `sequence`. Needs a C++ compiler, on a GPU Triton.
         eval_every: updates between two evaluations; the last update is always followed by one.
         eval_batches: validation batches per evaluation; None takes the whole split.
         checkpoint_every: updates between two checkpoints, which is the most that a killed run loses.
@@ -94,6 +96,7 @@ class TrainConfig(Checked):
     shard: Size = 1
     carry_state: bool = False
     sequence: Size = 1
+    compile: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.betas, list):  # from YAML or JSON
@@ -103,6 +106,10 @@ class TrainConfig(Checked):
             raise ValueError(f"min_lr is {self.min_lr}, but must be at most lr = {self.lr}")
         if self.schedule == "inverse_sqrt" and self.warmup_steps == 0:
             raise ValueError("warmup_steps is 0, but must be at least 1 with schedule 'inverse_sqrt'")
+        if self.compile and (self.segment is not None or self.carry_state or self.sequence > 1):
+            raise ValueError(
+                "compile is True, but must be False with segment, carry_state or sequence above 1"
+            )
 
     def is_over(self, step: int, seconds: float) -> bool:
         """Return whether a run ends after so many updates and seconds."""
@@ -111,13 +118,14 @@ class TrainConfig(Checked):
     def free_on_resume(self) -> frozenset[str]:
         """Name the fields that a resumed run may change, since they do not change what the weights become.
 
-        `threads`, `gradient_checkpointing`, `segment`, `shard` and `sequence` change at most the rounding.
+        `threads`, `gradient_checkpointing`, `compile`, `segment`, `shard` and `sequence` change at most the
+        rounding.
         `steps` and `seconds` bend the cosine, and the plateau schedule reacts at each evaluation, so those
         hold them and `eval_every` fast. `eval_batches` is held because the best loss so far must stay
         comparable.
         """
         free = {"checkpoint_every", "log_every", "threads", "gradient_checkpointing"}
-        free |= {"segment", "shard", "sequence"}
+        free |= {"compile", "segment", "shard", "sequence"}
         if self.schedule != "cosine":
             free |= {"steps", "seconds"}
         if self.schedule != "plateau":
