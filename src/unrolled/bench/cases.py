@@ -1,6 +1,6 @@
 """The registry: every case of the benchmark, by name."""
 
-from unrolled.bench import decode, delta, gla, linear, mechanisms, models, variations, window
+from unrolled.bench import decode, delta, gla, images, linear, mechanisms, models, variations, window
 from unrolled.bench.case import Case
 
 CASES: dict[str, Case] = {
@@ -13,6 +13,7 @@ CASES: dict[str, Case] = {
         *window.CASES,
         *decode.CASES,
         *models.CASES,
+        *images.CASES,
         *mechanisms.CASES,
     ]
 }
