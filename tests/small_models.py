@@ -24,6 +24,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "perceiver_io": {"vocab_size": 7, "n_classes": 3, "n_latents": 4, **TRANSFORMER},
     "recurrent_lm": {"vocab_size": 7, "d_model": 8},
     "rnn_seq2seq": {"vocab_size": 7, **SEQ2SEQ},
+    "segmenter": {"input_size": 4, "output_size": 4, **TRANSFORMER},
     "transcriber": {"vocab_size": 7, "n_mels": 6, **TRANSFORMER},
     "vit": {"image_size": [8, 8], "patch_size": [4, 4], "n_classes": 3, **TRANSFORMER, "max_length": 5},
 }

@@ -33,6 +33,7 @@ OPTIONS = {
         "pooling": "mean",
         "max_length": 4,
     },
+    ("segmenter", "spatiotemporal"): {"attention_options": {"spatiotemporal": {"shape": [4, 2, 2]}}},
     ("ntm", "linear_attention"): {"hidden_size": 4},
     ("ntm_numbers", "linear_attention"): {"hidden_size": 4},
 }
@@ -45,9 +46,9 @@ def arguments(kind, model):
         return (torch.rand(B, 3, 8, 8).double(),), classes
     if kind.endswith("transcriber"):
         return (torch.randn(B, 40, 6).double(),), torch.randint(7, (B, 3))
-    if kind in ("ntm", "ntm_numbers"):
+    if kind in ("ntm", "ntm_numbers", "segmenter"):
         bits = torch.randint(2, (B, T, 4)).double()
-        return (bits,), bits if kind == "ntm" else bits[:, 0]
+        return (bits,), bits[:, 0] if kind == "ntm_numbers" else bits
     if kind.endswith(("encoder_decoder", "seq2seq")):
         return (ids, torch.randint(7, (B, T))), torch.randint(7, (B, T))
     return (ids,), classes if kind in ("encoder", "perceiver", "perceiver_io") else torch.randint(7, (B, T))

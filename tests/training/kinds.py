@@ -30,7 +30,7 @@ class Batches:
             return Batch(ids, labels)
         if self.kind == "vit":
             return Batch(torch.randn(batch_size, 3, 8, 8, generator=g), labels)
-        if self.kind == "ntm":
+        if self.kind in ("ntm", "segmenter"):
             return Batch(
                 torch.randn(batch_size, 6, 4, generator=g),
                 (ids[:, :24] > 3).float()[:, :6, None].expand(-1, -1, 4),
@@ -58,6 +58,7 @@ def cases() -> Iterator[tuple[str, str, dict[str, Any]]]:
         "memnn",
         "ntm",
         "ntm_numbers",
+        "segmenter",
         "rnn_seq2seq",
         "luong_seq2seq",
         "lstmn_seq2seq",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 
 from unrolled.cli import _errors
+from unrolled.cli._overlap import intersection_over_union
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,7 @@ def measure(model: Any, run: "Run", positions: bool = False, beam_size: int = 1)
         unit, loss: of the validation split.
         splits: for each split with an accuracy, the number of answers that are correct, and of all.
         positions: for tokens, the score of all positions, then those of ranges if `positions` is True.
+        iou: for bits, the intersection over union of predicted and true ones.
         errors: for speech, the error rate of the validation split; see `_errors.error_rate`.
         bits_per_byte: for text, the loss in bits for each byte of UTF-8, by the mean bytes of a target.
     """
@@ -75,6 +77,10 @@ def measure(model: Any, run: "Run", positions: bool = False, beam_size: int = 1)
     typer.echo(f"validation loss {found['loss']:.4f} {found['unit']}{bits}{extent}")
     for name, (right, count) in found["splits"].items():
         typer.echo(f"{name} split: {right:,} of {count:,} correct, {right / count:.2%}")
+    if task == "bits":
+        found["iou"] = intersection_over_union(model, dataset, run.train.batch_size)
+        if found["iou"] is not None:
+            typer.echo(f"validation split: intersection over union {found['iou']:.2%}")
     if task == "transcription":
         rate = _errors.error_rate(model, dataset, run.train.batch_size, beam_size)
         found["errors"] = asdict(rate)

@@ -56,7 +56,7 @@ JOBS: dict[data.Task, Job] = {
         "nats/token",
     ),
     "answers": Job(("memory_network", "memnn"), "nats/answer"),
-    "bits": Job(("ntm",), "nats/bit"),
+    "bits": Job(("ntm", "segmenter"), "nats/bit"),
     "numbers": Job(("ntm_numbers",), "mean squared error"),
     "transcription": Job(("transcriber", "bilstm_transcriber"), "nats/symbol"),
 }

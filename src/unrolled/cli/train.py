@@ -45,7 +45,7 @@ def train(
     and speech (an4, spoken_digits) a transcriber. Another kind is chosen by model.name: perceiver_ar and
     recurrent_lm predict tokens too, perceiver and perceiver_io labels; rnn_seq2seq, luong_seq2seq,
     lstmn_seq2seq and deep_lstmn_seq2seq translate; memnn answers, where data.supporting is 1, 2 or 3;
-    bilstm_transcriber transcribes.
+    bilstm_transcriber transcribes; segmenter finds the pixels of moving_mnist.
 
     \b
     From settings alone:

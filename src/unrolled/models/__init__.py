@@ -22,6 +22,7 @@ from unrolled.models.perceiver_ar import PerceiverAR, PerceiverARConfig
 from unrolled.models.recurrent_lm import RecurrentLM, RecurrentLMConfig
 from unrolled.models.rnn_seq2seq import RNNSeq2Seq, RNNSeq2SeqConfig
 from unrolled.models.saving import SavedModel, read_config
+from unrolled.models.segmenter import Segmenter, SegmenterConfig
 from unrolled.models.transcriber import Transcriber, TranscriberConfig
 from unrolled.models.vit import ViT, ViTConfig
 
@@ -61,6 +62,8 @@ __all__ = [
     "RNNSeq2SeqConfig",
     "RecurrentLM",
     "RecurrentLMConfig",
+    "Segmenter",
+    "SegmenterConfig",
     "Transcriber",
     "TranscriberConfig",
     "ViT",

@@ -16,11 +16,12 @@ from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import IGNORED, UnsupportedError
 from unrolled.fields import FromData, Size
+from unrolled.models.bits import bit_loss, check_numbers
 from unrolled.models.cells import stack_of
 from unrolled.models.config import ModelConfig
 from unrolled.models.heads import at_least_fp32
 from unrolled.models.saving import SavedModel
-from unrolled.ops.checks import shape, wrong
+from unrolled.ops.checks import shape
 from unrolled.recurrent.ntm import NTM, NTMTrace
 
 
@@ -91,21 +92,14 @@ class NTMModel(_Layers):
         return cast(Tensor, self.head(self.hidden(x, key_padding_mask=key_padding_mask)))
 
     def loss(self, inputs: Tensor, targets: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Mean binary cross-entropy in nats per bit, computed in at least fp32.
+        """Mean binary cross-entropy in nats per bit; see `unrolled.models.bits.bit_loss`.
 
         Args:
             inputs: as `x` of `forward`.
             targets: `[B,T,output_size]`, floating point, 0 or 1; -100 is ignored.
             key_padding_mask: see `forward`.
         """
-        logits = self(inputs, key_padding_mask=key_padding_mask)
-        _check_targets(targets, logits)
-        counted = targets != IGNORED
-        asked = torch.where(counted, targets, 0)
-        nats = F.binary_cross_entropy_with_logits(
-            at_least_fp32(logits), at_least_fp32(asked), reduction="none"
-        )
-        return torch.where(counted, nats, 0).sum() / counted.sum().clamp(min=1)
+        return bit_loss(self(inputs, key_padding_mask=key_padding_mask), targets)
 
     @torch.no_grad()
     def wrong_bits(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -146,11 +140,6 @@ class NTMNumbers(_Layers):
         numbers = self(inputs, key_padding_mask=key_padding_mask)
         if self.config.output_size == 1 and targets.dim() == 1:
             numbers = numbers.squeeze(1)
-        _check_targets(targets, numbers)
+        check_numbers(targets, numbers)
         squares = F.mse_loss(at_least_fp32(numbers), at_least_fp32(targets), reduction="none")
         return squares.sum() / max(1, squares.numel())
-
-
-def _check_targets(targets: Tensor, like: Tensor) -> None:
-    if targets.shape != like.shape or not targets.is_floating_point():
-        raise wrong("targets", targets, f"floating point {shape(like)}")

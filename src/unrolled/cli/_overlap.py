@@ -1,0 +1,28 @@
+"""How well predicted bits overlap with those to be predicted, as masks of objects are judged."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from unrolled.data import BaseDataset
+
+
+def intersection_over_union(model: "nn.Module", dataset: "BaseDataset", batch_size: int) -> float | None:
+    """Return the bits that are 1 and predicted so, over those that are 1 or predicted so.
+
+    Over all targets of the validation split; None if there are no such bits.
+    """
+    import torch
+
+    from unrolled.contract import IGNORED
+
+    device = next(model.parameters()).device
+    both = either = 0
+    with torch.inference_mode():
+        for batch in dataset.eval_batches(batch_size):
+            asked = batch.targets != IGNORED
+            found, wanted = model(batch.inputs.to(device)).cpu()[asked] > 0, batch.targets[asked] > 0
+            both += int((found & wanted).sum())
+            either += int((found | wanted).sum())
+    return both / either if either else None

@@ -1,0 +1,36 @@
+"""The loss of models that predict bits."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from unrolled.contract import IGNORED
+from unrolled.models.heads import at_least_fp32
+from unrolled.ops.checks import shape, wrong
+
+
+def check_numbers(targets: Tensor, like: Tensor) -> None:
+    """Reject targets that are not numbers, one for each output.
+
+    Raises:
+        ValueError: the shapes differ, or the targets are integers.
+    """
+    if targets.shape != like.shape or not targets.is_floating_point():
+        raise wrong("targets", targets, f"floating point {shape(like)}")
+
+
+def bit_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean binary cross-entropy in nats per bit, computed in at least fp32; 0 if all targets are ignored.
+
+    Args:
+        logits: of any shape; p(bit = 1) = sigmoid(logit).
+        targets: of that shape, floating point, 0 or 1; -100 is ignored.
+
+    Raises:
+        ValueError: the targets have another shape, or are integers.
+    """
+    check_numbers(targets, logits)
+    counted = targets != IGNORED
+    asked = torch.where(counted, targets, 0)
+    nats = F.binary_cross_entropy_with_logits(at_least_fp32(logits), at_least_fp32(asked), reduction="none")
+    return torch.where(counted, nats, 0).sum() / counted.sum().clamp(min=1)

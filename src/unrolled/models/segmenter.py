@@ -1,0 +1,73 @@
+"""The segmenter: bits at each place of a sequence of vectors, by bidirectional blocks with any attention.
+
+    z = W x + b + positions
+    z <- block_L( ... block_1(z))
+    p(bit = 1) = sigmoid(U norm(z) + c)
+
+Of a video, a place is a patch of a frame, and its bits are the pixels of an object there.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, cast
+
+from torch import Tensor, nn
+
+from unrolled.fields import FromData, Size
+from unrolled.models.bits import bit_loss
+from unrolled.models.blocks import init_weights
+from unrolled.models.config import TransformerConfig
+from unrolled.models.embeddings import PositionEmbedding
+from unrolled.models.reversible import make_stack
+from unrolled.models.saving import RecomputingModel
+
+
+@dataclass(kw_only=True)
+class SegmenterConfig(TransformerConfig):
+    """A segmenter's fields; see `TransformerConfig` for the rest.
+
+    Attributes:
+        input_size: width of the vectors.
+        output_size: bits at each place.
+    """
+
+    input_size: Annotated[Size, FromData("input_size")]
+    output_size: Annotated[Size, FromData("output_size")]
+
+
+class Segmenter(RecomputingModel):
+    """A linear layer, positions, bidirectional blocks, and a logit for each bit.
+
+    Weights start as in `unrolled.models.blocks.init_weights`.
+    """
+
+    model_name = "segmenter"
+    config_type = SegmenterConfig
+    config: SegmenterConfig
+
+    def __init__(self, config: SegmenterConfig) -> None:
+        super().__init__(config)
+        self.embedding = nn.Linear(config.input_size, config.d_model)
+        self.positions = PositionEmbedding.of(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.stack = make_stack(config, causal=False)
+        self.head = nn.Linear(config.d_model, config.output_size)
+        init_weights(self, config)
+
+    def forward(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Logits `[B,T,output_size]` of the bits at each place of `x [B,T,input_size]`.
+
+        Places at padding (`[B,T]`, True) are not read; their logits are meaningless.
+        """
+        embedded = self.positions(self.embedding(x), key_padding_mask=key_padding_mask)
+        z = self.stack(self.dropout(embedded), recompute=self.recompute, key_padding_mask=key_padding_mask)
+        return cast(Tensor, self.head(z))
+
+    def loss(self, inputs: Tensor, targets: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Mean binary cross-entropy in nats per bit; see `unrolled.models.bits.bit_loss`.
+
+        Args:
+            inputs: as `x` of `forward`.
+            targets: `[B,T,output_size]`, floating point, 0 or 1; -100 is ignored.
+            key_padding_mask: see `forward`.
+        """
+        return bit_loss(self(inputs, key_padding_mask=key_padding_mask), targets)

@@ -1,0 +1,53 @@
+"""The segmenter: its parts put together by hand, and what it learns."""
+
+import pytest
+import torch
+from small_models import small_model
+
+from unrolled.cli._overlap import intersection_over_union
+from unrolled.contract import IGNORED, Batch
+from unrolled.models.bits import bit_loss
+
+
+def test_it_is_a_linear_layer_blocks_and_a_logit_for_each_bit():
+    model = small_model("segmenter", positions="none").double().eval()
+    x = torch.randn(2, 6, 4).double()
+    z = x @ model.embedding.weight.T + model.embedding.bias
+    for block in model.stack.blocks:
+        z = z + block.attention(block.attention_norm(z))
+        z = z + block.ff(block.ff_norm(z))
+    expected = model.stack.norm(z) @ model.head.weight.T + model.head.bias
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-12)
+
+
+def test_padding_is_not_read():
+    model = small_model("segmenter", attention="softmax").eval()
+    x, padding = torch.randn(1, 6, 4), torch.tensor([[False] * 4 + [True] * 2])
+    found = model(x, key_padding_mask=padding)[:, :4]
+    torch.testing.assert_close(found, model(x[:, :4]), rtol=0, atol=1e-5)
+
+
+def test_the_loss_is_the_mean_over_the_bits_that_are_asked_for():
+    logits = torch.tensor([[0.0, 2.0], [-1.0, 3.0]], dtype=torch.float64)
+    targets = torch.tensor([[1.0, IGNORED], [0.0, 1.0]], dtype=torch.float64)
+    p = logits.sigmoid()
+    expected = -(p[0, 0].log() + (1 - p[1, 0]).log() + p[1, 1].log()) / 3
+    torch.testing.assert_close(bit_loss(logits, targets), expected)
+    assert bit_loss(logits, torch.full_like(targets, IGNORED)) == 0
+    with pytest.raises(ValueError, match=r"targets .* but must be floating point \[2, 2\]"):
+        bit_loss(logits, targets.long())
+
+
+class OneBatch:
+    """Targets that `model` meets with 2 right of 3 found and of 4 wanted, and one it is not asked for."""
+
+    def eval_batches(self, batch_size):
+        inputs = torch.tensor([[[1.0], [1.0], [1.0], [-1.0], [-1.0], [1.0]]])
+        targets = torch.tensor([[[1.0], [1.0], [0.0], [1.0], [1.0], [IGNORED]]])
+        yield Batch(inputs, targets)
+
+
+def test_intersection_over_union():
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    assert intersection_over_union(model, OneBatch(), 1) == 2 / 5
