@@ -1,4 +1,5 @@
 import gzip
+from collections import Counter
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from unrolled import data
 from unrolled.contract import IGNORED
 from unrolled.data._codec import Codec
+from unrolled.data._tokenizer import TextTokenizer
 from unrolled.data.text import TextDataset
 
 
@@ -114,14 +116,14 @@ def test_evaluation_predicts_every_token_but_the_first_exactly_once(tmp_path_fac
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"level": "words"}, "level is 'words', but must be one of 'chars', 'bytes'"),
+        ({"level": "lines"}, "level is 'lines', but must be one of 'chars', 'bytes'"),
         ({"length": 0}, "length is 0, but must be an integer of at least 1"),
         ({"length": "64"}, "length is '64', but"),
         ({"val_fraction": 1.0}, "val_fraction is 1.0, but must be a number in \\(0, 1\\)"),
         ({"val_fraction": "a"}, "val_fraction is 'a', but"),
         ({"length": 10}, "length is 10, but must be less than the 10 chars of the val part of .*file.txt"),
         ({"length": 95, "val_fraction": 0.05}, "length is 95, but must be less than the 95 chars of the tr"),
-        ({"path": "none"}, r"'none', which is neither a file nor a known text \(tiny-shakespeare\)"),
+        ({"path": "none"}, r"'none', which is neither a file nor a known text \(tiny-shakespeare, wiki"),
         ({"path": "."}, "path is '.', which is neither a file"),
     ],
 )
@@ -169,7 +171,7 @@ def test_byte_pairs_are_learned_from_the_training_part(tmp_path):
     text = "the cat sat on the mat, naïve 🙂. " * 60 + "qzxj " * 60
     path = write(tmp_path, text)
     dataset = TextDataset(path, level="bpe", length=5, vocab_size=280, val_fraction=0.129)
-    assert dataset.vocab_size == len(dataset.byte_pairs) == 280
+    assert dataset.vocab_size == len(dataset.text_tokenizer) == 280
     assert dataset.characters is None
     assert len(dataset.encode(" cat")) == 1
     assert len(dataset.encode("qzxj")) == 4
@@ -191,8 +193,67 @@ def test_a_short_text_has_fewer_byte_pairs_than_asked_for(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("level", "words"),
+    [
+        (
+            "words",
+            ["Don", "'", "t", "stop", ":", "don't", ",", "3.5", "m", ".", "\n", "(", "well-known", ")"],
+        ),
+        ("blanks", ["Don'", "t", "stop:", "don't,", "3.5", "m.", "\n", "(well-known)"]),
+    ],
+)
+def test_what_a_word_is(tmp_path, level, words):
+    line = "Don' t stop: don't, 3.5 m.\n(well-known)"
+    dataset = TextDataset(write(tmp_path, f"{line} " * 40), level=level, length=2)
+    assert dataset.decode(dataset.encode(line)) == " ".join(words)
+    assert dataset.encode("nothing of that").tolist() == [0, 0, 0]
+    assert dataset.decode([0]) == "<unk>"
+    assert dataset.vocabulary.decode(dataset.encode(line)) == " ".join(words)
+    assert dataset.vocabulary.encode(line) == dataset.encode(line).tolist()
+
+
+@given(st.lists(st.sampled_from(["a", "b", "c", "d", "."]), min_size=20, max_size=60), st.integers(2, 6))
+def test_words_are_those_that_occur_most_often(words, size):
+    counts = Counter(words)
+    for limit, chosen in ((None, [x for x in counts if counts[x] > 1]), (size, counts)):
+        tokenizer = TextTokenizer.learn_words([" ".join(words[:9]), " ".join(words[9:])], vocab_size=limit)
+        listed = sorted(chosen, key=lambda x: (-counts[x], x))[: None if limit is None else limit - 1]
+        assert [tokenizer.name(i) for i in range(len(tokenizer))] == ["<unk>", *listed]
+
+
+def test_a_second_file_is_all_for_validation(tmp_path):
+    train, val = write(tmp_path, "abc" * 30), write(tmp_path, "cda" * 20, "val.txt")
+    for level, expected in (("chars", list("abcd")), ("bytes", None)):
+        dataset = TextDataset(train, val_path=val, level=level, length=4)
+        assert whole_text(dataset) == "cda" * 20
+        assert dataset.characters == (None if expected is None else tuple(expected))
+        assert dataset.epoch_size("train") == -(-89 // 4)
+    words = TextDataset(
+        write(tmp_path, "to be or not to be " * 9),
+        val_path=write(tmp_path, "to see or not", "v"),
+        level="words",
+        length=2,
+    )
+    assert whole_text(words) == "to <unk> or not"
+    with pytest.raises(ValueError, match=r"val_fraction is 0.2, but must be left out with val_path"):
+        TextDataset(train, val_path=val, val_fraction=0.2)
+    with pytest.raises(ValueError, match=r"val_path is '.*none', which is neither a file nor a known text"):
+        TextDataset(train, val_path=tmp_path / "none")
+
+
+@pytest.mark.parametrize("real_data", ["wikitext2"], indirect=True)
+def test_the_real_wikitext(real_data):
+    dataset = TextDataset(
+        "wikitext-2-valid", val_path="wikitext-2-test", level="blanks", length=1, data_dir=real_data
+    )
+    words = [dataset.epoch_size(split) + 1 for split in ("train", "val")]
+    assert words == [217_646, 245_569]  # as published, with <eos> at each line
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"level": "words", "vocab_size": 1}, "vocab_size is 1, but must be at least 2 with level='words'"),
         ({"level": "bpe", "vocab_size": 256}, "vocab_size is 256, but must be at least 257 with level='bpe'"),
         ({"vocab_size": 12}, r"vocab_size is 12, but .*file.txt has 10 characters: leave it out, or choose"),
         ({"vocab_size": 10, "level": "bytes"}, "vocab_size is 10, but .* has 256 bytes"),

@@ -102,7 +102,7 @@ def test_a_wrong_file_is_refused_in_one_sentence(changes, message):
 def test_an_unknown_scale_or_experiment_is_refused():
     with pytest.raises(ValueError, match="scale is 'big', but must be one of quick, full, smoke"):
         tiny().at("big")
-    with pytest.raises(ValueError, match=r"the experiment is 'none', but must be a \.yaml file or one of ci"):
+    with pytest.raises(ValueError, match=r"the experiment is 'none', but must be a \.yaml file or one of ce"):
         _experiments.load("none")
     with pytest.raises(ValueError, match=r"none\.yaml does not exist"):
         _experiments.load("none.yaml")

@@ -157,7 +157,16 @@ def _scores(model: Any, run: run_config.Run) -> dict[str, float | None]:
         if config.eval_batches is None and task == "bits":
             overlap = intersection_over_union(model, run.dataset, config.batch_size)
     bits = loss / math.log(2) if task in ("tokens", "bits") else None
-    return {"loss": loss, "bits": bits, "accuracy": accuracy, "error_rate": errors, "iou": overlap}
+    words = run.dataset.vocabulary.kind == "tokenizer"
+    perplexity = math.exp(loss) if words and task == "tokens" else None
+    return {
+        "loss": loss,
+        "bits": bits,
+        "perplexity": perplexity,
+        "accuracy": accuracy,
+        "error_rate": errors,
+        "iou": overlap,
+    }
 
 
 def _curve(run_dir: Path) -> dict[str, list[float]]:

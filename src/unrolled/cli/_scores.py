@@ -50,6 +50,7 @@ def measure(model: Any, run: "Run", positions: bool = False, beam_size: int = 1)
         positions: for tokens, the score of all positions, then those of ranges if `positions` is True.
         iou: for bits, the intersection over union of predicted and true ones.
         errors: for speech, the error rate of the validation split; see `_errors.error_rate`.
+        perplexity: for byte pairs and words, e to the loss.
         bits_per_byte: for text, the loss in bits for each byte of UTF-8, by the mean bytes of a target.
     """
     from unrolled import training
@@ -64,6 +65,8 @@ def measure(model: Any, run: "Run", positions: bool = False, beam_size: int = 1)
         total = scores[0]
         found |= {"loss": total.loss, "splits": {"validation": (total.correct, total.targets)}}
         found["positions"] = [asdict(score) for score in scores]
+        if dataset.vocabulary.kind == "tokenizer":
+            found["perplexity"] = math.exp(total.loss)
         if (size := bytes_per_target(dataset)) is not None:
             found["bits_per_byte"] = total.loss / math.log(2) / size
         extent = f", over all {total.targets:,} targets in {total.windows:,} windows of {length:,} tokens"
@@ -72,6 +75,8 @@ def measure(model: Any, run: "Run", positions: bool = False, beam_size: int = 1)
         found["splits"] = count_splits(model, dataset, run.train.batch_size)
         extent = ""
     bits = f", {found['loss'] / math.log(2):.4f} bits" if task in ("tokens", "bits") else ""
+    if "perplexity" in found:
+        bits += f", perplexity {found['perplexity']:.2f}"
     if "bits_per_byte" in found:
         bits += f", {found['bits_per_byte']:.4f} bits/byte"
     typer.echo(f"validation loss {found['loss']:.4f} {found['unit']}{bits}{extent}")

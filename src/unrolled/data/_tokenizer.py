@@ -1,4 +1,4 @@
-"""Tokenizers of language models: byte pairs learned from text, or any tokenizer of the library `tokenizers`.
+"""Tokenizers of language models: byte pairs or words learned from text, or any of the library `tokenizers`.
 
 Byte pairs are those of GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners",
 section 2.2): merges of the bytes of UTF-8 within words, so that any text can be encoded, and comes back
@@ -7,6 +7,7 @@ unchanged.
 
 import codecs
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 END = "<|endoftext|>"
 SMALLEST = 257  # the end of a document and the bytes
 DEFAULT_SIZE = 8_000
+UNKNOWN = "<unk>"
+WORDS = r"\n|\w+(?:['’.-]\w+)*|[^\w\s]"
+"""A word: a line break; letters and digits, with single signs within as in "don't" and "3.5"; or a sign."""
+BLANKS = r"\n|\S+"
+"""A word: a line break; or what stands between blanks."""
 LONGEST_PIECE = 2**17  # characters that are encoded at once: time and memory of longer texts go up
 
 
@@ -66,6 +72,30 @@ class TextTokenizer:
         )
         tokenizer.train_from_iterator(texts, trainer)
         return cls(tokenizer, 0)
+
+    @classmethod
+    def learn_words(
+        cls, texts: Iterable[str], word: str = WORDS, vocab_size: int | None = None
+    ) -> "TextTokenizer":
+        """List the words that occur twice, or the `vocab_size` - 1 most frequent; id 0 is any other word.
+
+        `word` is the regular expression of one, such as `WORDS` or `BLANKS`. Of words that occur as often,
+        those that come first in the alphabet are listed. Blanks are no tokens:
+        `decode` puts one between every two words.
+
+        Raises:
+            ImportError: the library `tokenizers` is not installed.
+        """
+        library: Any = _library()
+        splitter = library.pre_tokenizers.Split(library.Regex(word), "removed", invert=True)
+        counts = Counter(found for text in texts for found, _ in splitter.pre_tokenize_str(text))
+        del counts[UNKNOWN]
+        words = sorted(counts, key=lambda x: (-counts[x], x))
+        words = [x for x in words if counts[x] > 1] if vocab_size is None else words[: vocab_size - 1]
+        ids = {x: id for id, x in enumerate([UNKNOWN, *words])}
+        tokenizer = library.Tokenizer(library.models.WordLevel(ids, unk_token=UNKNOWN))
+        tokenizer.pre_tokenizer = splitter
+        return cls(tokenizer, None)
 
     @classmethod
     def of_json(cls, text: str, end: int | None) -> "TextTokenizer":
@@ -212,6 +242,6 @@ def _library() -> object:
         import tokenizers.trainers
     except ImportError as error:
         raise ImportError(
-            f"byte pairs need the library tokenizers, which is missing: {how_to_install('tokenize')}"
+            f"this needs the library tokenizers, which is missing: {how_to_install('tokenize')}"
         ) from error
     return tokenizers

@@ -1,9 +1,9 @@
-"""Text as a sequence of characters, bytes or byte pairs: tiny-shakespeare by name, or any file."""
+"""Text as a sequence of characters, bytes, byte pairs or words: tiny-shakespeare by name, or any file."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -15,46 +15,64 @@ from unrolled.data._base import BaseDataset, Task
 from unrolled.data._checks import check_batch_size, check_request, check_split
 from unrolled.data._codec import Codec
 from unrolled.data._files import PublishedFile, read_file, read_published
-from unrolled.data._tokenizer import DEFAULT_SIZE, SMALLEST, TextTokenizer, pieces
+from unrolled.data._tokenizer import BLANKS, DEFAULT_SIZE, SMALLEST, WORDS, TextTokenizer, pieces
 from unrolled.data._vocabulary import Vocabulary
 from unrolled.data._windows import Order, consecutive
 from unrolled.fields import Size
 
-Level = Literal["chars", "bytes", "bpe"]
-TOKENS = {"chars": "characters", "bytes": "bytes", "bpe": "byte pairs"}
-"""What the tokens of each level are called."""
+Level = Literal["chars", "bytes", "bpe", "words", "blanks"]
+TOKENS = {"chars": "characters", "bytes": "bytes"}
+"""What the tokens of levels are called whose number follows from the text."""
 
+Part = TypeVar("Part", str, np.ndarray)
+
+WIKITEXT = "https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2"
 KNOWN = {
     "tiny-shakespeare": PublishedFile(
         "tinyshakespeare/input.txt",
         "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
         "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-    )
+    ),
+    "wikitext-2-valid": PublishedFile(
+        "wikitext2/valid.txt",
+        f"{WIKITEXT}/valid.txt",
+        "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
+    ),
+    "wikitext-2-test": PublishedFile(
+        "wikitext2/test.txt",
+        f"{WIKITEXT}/test.txt",
+        "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
+    ),
 }
 
 
 @dataclass
 class TextDataset(BaseDataset):
-    """One long text: windows to train on, its end cut into consecutive windows to validate.
+    """One long text: windows to train on, and its end or another file in consecutive windows to validate.
 
-    As characters or byte pairs, a text must be UTF-8; a byte-order mark is dropped and every line end becomes
-    a newline. As bytes, a file is read unchanged. `characters` lists the characters of both splits in the
-    order of their ids, and `byte_pairs` encodes byte pairs; each is None with the other levels. Byte pairs
-    are learned from the training part, again whenever the data set is made, and are always the same.
+    As bytes, a file is read unchanged. Otherwise it must be UTF-8; a byte-order mark is dropped and every
+    line end becomes a newline. `characters` lists the characters of both splits in the order of their ids,
+    and `text_tokenizer` encodes byte pairs or words; each is None with the other levels. Byte pairs and words
+    are learned from the training part, again whenever the data set is made, and are always the same. Line
+    breaks are words too, and a word that is not known is "<unk>".
 
     Attributes:
-        path: a file, decompressed if it ends in `.gz`, or the known name "tiny-shakespeare".
-        level: "chars", "bytes" or "bpe" (byte pairs).
+        path: a file, decompressed if it ends in `.gz`, or one of the known names "tiny-shakespeare",
+            "wikitext-2-valid" and "wikitext-2-test".
+        level: "chars", "bytes", "bpe" (byte pairs), "words", where each sign such as a full stop is a word,
+            or "blanks", where words are what stands between blanks, as in WikiText.
         length: tokens per window, T.
         val_fraction: the fraction at the end of the text that is held out for validation.
+        val_path: in place of it, a second file that is all for validation.
         data_dir: the folder of known texts; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
-        vocab_size: byte pairs to learn at most, at least 257, by default 8,000; then the number of ids. It
-            follows from the text at the other levels.
+        vocab_size: byte pairs to learn at most, at least 257, by default 8,000; or the words that are known,
+            by default those that occur twice; then the number of ids. It follows from the text at the other
+            levels.
         order: "random" draws training windows with replacement; "consecutive" lets each row of a batch read
             on where the same row of the batch before ended.
 
     Raises:
-        ImportError: `level` is "bpe" and the library `tokenizers` is not installed.
+        ImportError: `level` is "bpe", "words" or "blanks" and the library `tokenizers` is not installed.
         ValueError: an option is impossible, the file is missing, corrupt or not UTF-8, or a split is too
             short.
     """
@@ -66,6 +84,7 @@ class TextDataset(BaseDataset):
     data_dir: str | Path | None = None
     vocab_size: Size | None = None
     order: Order = "random"
+    val_path: str | Path | None = None
 
     task: ClassVar[Task] = "tokens"
     start_token: ClassVar[bool] = False
@@ -76,7 +95,9 @@ class TextDataset(BaseDataset):
         if not str(self.path):
             raise ValueError(f"path is {self.path!r}, but must be the name of a file or of a known text")
         self.characters: tuple[str, ...] | None = None
-        self.byte_pairs: TextTokenizer | None = None
+        if self.val_path is not None and self.val_fraction != TextDataset.val_fraction:
+            raise ValueError(f"val_fraction is {self.val_fraction}, but must be left out with val_path")
+        self.text_tokenizer: TextTokenizer | None = None
         self._ids: dict[Split, np.ndarray] = self._read()
         units = "tokens" if self.level == "bpe" else self.level
         for split, part in self._ids.items():
@@ -88,11 +109,11 @@ class TextDataset(BaseDataset):
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The characters, bytes or byte pairs, under the name of the file."""
+        """The characters, bytes, byte pairs or words, under the name of the file."""
         name = Path(self.path).name.partition(".")[0] or self.name
-        if self.byte_pairs is not None:
+        if self.text_tokenizer is not None:
             return Vocabulary(
-                "tokenizer", tokenizer=self.byte_pairs.to_json(), end=self.byte_pairs.end, data=name
+                "tokenizer", tokenizer=self.text_tokenizer.to_json(), end=self.text_tokenizer.end, data=name
             )
         return Vocabulary(
             "text", characters=None if self.characters is None else list(self.characters), data=name
@@ -100,14 +121,14 @@ class TextDataset(BaseDataset):
 
     def encode(self, text: str) -> Tensor:
         """Return the ids of a text, int64 [T]; see `Codec.encode`."""
-        if self.byte_pairs is not None:
-            return torch.tensor(self.byte_pairs.encode(text), dtype=torch.long)
+        if self.text_tokenizer is not None:
+            return torch.tensor(self.text_tokenizer.encode(text), dtype=torch.long)
         return Codec(self.characters).encode(text)
 
     def decode(self, ids: Tensor | Sequence[int]) -> str:
         """Return the text of ids [T]; see `Codec.decode`."""
-        if self.byte_pairs is not None:
-            return self.byte_pairs.decode(torch.as_tensor(ids, dtype=torch.long).tolist())
+        if self.text_tokenizer is not None:
+            return self.text_tokenizer.decode(torch.as_tensor(ids, dtype=torch.long).tolist())
         return Codec(self.characters).decode(ids)
 
     def epoch_size(self, split: Split) -> int:
@@ -150,58 +171,78 @@ class TextDataset(BaseDataset):
 
     def _read(self) -> dict[Split, np.ndarray]:
         """Return the ids of both splits, in the smallest integer type, and set what they mean."""
-        content = self._content()
-        if not content:
-            raise ValueError(f"{self.path} is empty, but must hold a text")
+        names = (
+            {"path": self.path} if self.val_path is None else {"path": self.path, "val_path": self.val_path}
+        )
+        contents = [_content(option, path, self.data_dir) for option, path in names.items()]
         if self.level == "bytes":
-            return self._cut(np.frombuffer(content, np.uint8), 256)
-        text = self._text(content)
-        if self.level == "bpe":
-            return self._learned(text)
-        points, ids = np.unique(np.frombuffer(text.encode("utf-32-le"), "<u4"), return_inverse=True)
+            self._found(256)
+            return self._parts([np.frombuffer(content, np.uint8) for content in contents])
+        texts = [_text(content, path) for content, path in zip(contents, names.values(), strict=True)]
+        if self.level not in TOKENS:
+            return self._learned(self._parts(texts))
+        points, ids = np.unique(np.frombuffer("".join(texts).encode("utf-32-le"), "<u4"), return_inverse=True)
         self.characters = tuple(map(chr, points))
-        return self._cut(ids.astype(np.min_scalar_type(len(points) - 1)), len(points))
+        self._found(len(points))
+        ids = ids.astype(np.min_scalar_type(len(points) - 1))
+        return self._parts(np.split(ids, [len(text) for text in texts[:-1]]))
 
-    def _cut(self, ids: np.ndarray, vocab_size: int) -> dict[Split, np.ndarray]:
-        """Cut ids of all the text into the splits, and set how many there are."""
+    def _found(self, vocab_size: int) -> None:
+        """Set the number of ids that follows from the text."""
         if self.vocab_size not in (None, vocab_size):
             raise ValueError(
                 f"vocab_size is {self.vocab_size}, but {self.path} has {vocab_size} {TOKENS[self.level]}: "
                 "leave it out, or choose level='bpe'"
             )
         self.vocab_size = vocab_size
-        cut = int(len(ids) * (1 - self.val_fraction))
-        return {"train": ids[:cut], "val": ids[cut:]}
 
-    def _learned(self, text: str) -> dict[Split, np.ndarray]:
-        """Learn byte pairs from the training part of a text, and return the ids of both splits."""
-        size = DEFAULT_SIZE if self.vocab_size is None else self.vocab_size
-        if size < SMALLEST:
-            raise ValueError(
-                f"vocab_size is {size}, but must be at least {SMALLEST} with level='bpe': "
-                "256 bytes, and the end of a document"
-            )
-        cut = int(len(text) * (1 - self.val_fraction))
-        parts: dict[Split, str] = {"train": text[:cut], "val": text[cut:]}
-        self.byte_pairs = TextTokenizer.learn(pieces(parts["train"]), size)
-        self.vocab_size = len(self.byte_pairs)
-        return {split: self.byte_pairs.encode_array(part) for split, part in parts.items()}
+    def _parts(self, contents: Sequence[Part]) -> dict[Split, Part]:
+        """Return the two contents, or cut the only one, for the splits."""
+        if len(contents) == 2:
+            return {"train": contents[0], "val": contents[1]}
+        (whole,) = contents
+        cut = int(len(whole) * (1 - self.val_fraction))
+        return {"train": whole[:cut], "val": whole[cut:]}
 
-    def _content(self) -> bytes:
-        if isinstance(self.path, str) and self.path in KNOWN:
-            return read_published(KNOWN[self.path], self.data_dir)
-        if Path(self.path).expanduser().is_file():
-            return read_file(self.path)
+    def _learned(self, parts: dict[Split, str]) -> dict[Split, np.ndarray]:
+        """Learn byte pairs or words from the training part, and return the ids of both splits."""
+        if self.level != "bpe":
+            if self.vocab_size == 1:
+                raise ValueError(f"vocab_size is 1, but must be at least 2 with level={self.level!r}")
+            split = WORDS if self.level == "words" else BLANKS
+            self.text_tokenizer = TextTokenizer.learn_words(pieces(parts["train"]), split, self.vocab_size)
+        else:
+            size = DEFAULT_SIZE if self.vocab_size is None else self.vocab_size
+            if size < SMALLEST:
+                raise ValueError(
+                    f"vocab_size is {size}, but must be at least {SMALLEST} with level='bpe': "
+                    "256 bytes, and the end of a document"
+                )
+            self.text_tokenizer = TextTokenizer.learn(pieces(parts["train"]), size)
+        self.vocab_size = len(self.text_tokenizer)
+        return {split: self.text_tokenizer.encode_array(part) for split, part in parts.items()}
+
+
+def _content(option: str, path: str | Path, data_dir: str | Path | None) -> bytes:
+    """Read a known text or a file."""
+    if isinstance(path, str) and path in KNOWN:
+        return read_published(KNOWN[path], data_dir)
+    if not Path(path).expanduser().is_file():
         raise ValueError(
-            f"path is {str(self.path)!r}, which is neither a file nor a known text ({', '.join(KNOWN)})"
+            f"{option} is {str(path)!r}, which is neither a file nor a known text ({', '.join(KNOWN)})"
         )
+    content = read_file(path)
+    if not content:
+        raise ValueError(f"{path} is empty, but must hold a text")
+    return content
 
-    def _text(self, content: bytes) -> str:
-        try:
-            text = content.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{self.path} is not UTF-8 at byte {error.start} ({content[error.start]:#04x}): "
-                "read it with level='bytes'"
-            ) from error
-        return text.replace("\r\n", "\n").replace("\r", "\n")
+
+def _text(content: bytes, path: str | Path) -> str:
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 at byte {error.start} ({content[error.start]:#04x}): "
+            "read it with level='bytes'"
+        ) from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")

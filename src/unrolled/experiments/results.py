@@ -140,7 +140,15 @@ def shown_as(measure: str, value: Mean | None) -> str:
         return f"{mean:,.0f}"
     if measure in ("accuracy", "error_rate", "iou"):
         return f"{mean:.1%}" + ("" if error is None else f" ± {error:.1%}")
-    form = ",.0f" if measure == "seconds" else ".3g" if measure == "seconds_per_step" else ".3f"
+    form = (
+        ",.0f"
+        if measure == "seconds"
+        else ".1f"
+        if measure == "perplexity"
+        else ".3g"
+        if measure == "seconds_per_step"
+        else ".3f"
+    )
     return f"{mean:{form}}" + ("" if error is None else f" ± {error:{form}}")
 
 

@@ -45,4 +45,5 @@ class TokenizedText(TextDataset):
             except UnicodeDecodeError as error:
                 raise ValueError(f"{file} is not UTF-8 at byte {error.start}") from error
         ids = self.tokenizer("\n".join(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        return self._cut(np.asarray(ids, dtype=np.int32), len(self.tokenizer))
+        self._found(len(self.tokenizer))
+        return self._parts([np.asarray(ids, dtype=np.int32)])
