@@ -210,6 +210,7 @@ def test_what_a_word_is(tmp_path, level, words):
     assert dataset.decode([0]) == "<unk>"
     assert dataset.vocabulary.decode(dataset.encode(line)) == " ".join(words)
     assert dataset.vocabulary.encode(line) == dataset.encode(line).tolist()
+    assert "".join(map(dataset.vocabulary.reader(), dataset.encode(line).tolist())) == f" {' '.join(words)}"
 
 
 @given(st.lists(st.sampled_from(["a", "b", "c", "d", "."]), min_size=20, max_size=60), st.integers(2, 6))

@@ -80,8 +80,8 @@ class TextTokenizer:
         """List the words that occur twice, or the `vocab_size` - 1 most frequent; id 0 is any other word.
 
         `word` is the regular expression of one, such as `WORDS` or `BLANKS`. Of words that occur as often,
-        those that come first in the alphabet are listed. Blanks are no tokens:
-        `decode` puts one between every two words.
+        those that come first in the alphabet are listed. Blanks are no tokens: `decode` puts one between
+        every two words.
 
         Raises:
             ImportError: the library `tokenizers` is not installed.
@@ -161,10 +161,15 @@ class TextTokenizer:
         return text
 
     def reader(self) -> Callable[[int], str]:
-        """Return a function that decodes one id at a time; a character appears once it is complete."""
+        """Return a function that decodes one id at a time; a character appears once it is complete.
+
+        Of a tokenizer of words, each comes with the blank before it.
+        """
         if self.contents is not None:
             utf8 = codecs.getincrementaldecoder("utf-8")("replace")
             return lambda token: utf8.decode(self.content(token))
+        if self._decoder is None:
+            return lambda token: f" {self.name(token) or ''}"
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=True)
@@ -186,9 +191,15 @@ class TextTokenizer:
         return self.contents[id] if id < len(self.contents) else b""
 
     @cached_property
+    def _decoder(self) -> dict[str, Any] | None:
+        """What joins tokens to a text; None for a blank between every two."""
+        found: dict[str, Any] | None = json.loads(self.to_json())["decoder"]
+        return found
+
+    @cached_property
     def contents(self) -> list[bytes] | None:
         """The bytes of each token; None where a token is not simply a sequence of bytes."""
-        if (json.loads(self.to_json())["decoder"] or {}).get("type") != "ByteLevel":
+        if self._decoder is None or self._decoder["type"] != "ByteLevel":
             return None
         letters = byte_letters()
         found = [b""] * len(self)
