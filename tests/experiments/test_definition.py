@@ -86,7 +86,7 @@ def test_a_contender_may_have_a_section_of_its_own():
         ({"scales": {"full": {"model": {}}}}, "full in scales of tiny.yaml sets 'model', but must set parts"),
         (
             {"evaluate": {"x": {"train.lr": 1}}},
-            "x in evaluate of tiny.yaml sets 'train.lr', but must set opt",
+            "x in evaluate of tiny.yaml sets 'train.lr', but must set parts",
         ),
         (
             {"expect": ["loss['none'] < 1"]},

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,7 @@ from unrolled.cli._scores import count_splits
 from unrolled.decode import load_model
 from unrolled.experiments import Experiment, Figures, Results, Trial
 from unrolled.files import read_object, write_file
+from unrolled.ops.random_features import Projection
 from unrolled.training.checkpoint import fingerprint
 
 FIGURES = "figures.json"
@@ -113,7 +114,7 @@ def _measured(
     result.raise_if_interrupted()
     model = load_model(run_dir).to(device).eval()
     evaluations = {
-        name: _scores(model, run_config.resolve(_changed(values, changes)))
+        name: _evaluated(model, run_config.resolve(experiments.merged(values, changes)), name, changes)
         for name, changes in experiment.evaluate.items()
     }
     figures = {
@@ -131,9 +132,36 @@ def _measured(
     return figures
 
 
-def _changed(values: dict[str, Any], changes: Any) -> dict[str, Any]:
-    data = {key.partition(".")[2]: value for key, value in changes.items()}
-    return values | {"data": values["data"] | data}
+def _evaluated(
+    model: Any, run: run_config.Run, name: str, changes: Mapping[str, Any]
+) -> dict[str, float | None]:
+    """Evaluate a trained model with other settings of the data or the model."""
+    if any(key.startswith("model.") for key in changes):
+        model = _refilled(run, model, name)
+    return _scores(model, run)
+
+
+def _refilled(run: run_config.Run, trained: Any, name: str) -> Any:
+    """Make the model of a run with the weights of a trained one.
+
+    Random rows that nobody trains, such as the rotations of Reformer, are the run's own where their number
+    differs.
+
+    Raises:
+        ValueError: the weights do not fit.
+    """
+    model = run.new_model(next(trained.parameters()).device)
+    weights = trained.state_dict()
+    for place, part in model.named_modules():
+        rows = weights.get(f"{place}.weight")
+        if isinstance(part, Projection) and rows is not None and rows.shape != part.weight.shape:
+            weights |= part.state_dict(prefix=f"{place}.")
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        first = " ".join(str(error).split("\n")[1:2]).strip()
+        raise ValueError(f"the trained weights do not fit the evaluation {name!r}: {first}") from error
+    return model.eval()
 
 
 def _scores(model: Any, run: run_config.Run) -> dict[str, float | None]:

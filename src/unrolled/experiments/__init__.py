@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from unrolled.experiments.definition import SMOKE, Experiment, Trial, made_of
+from unrolled.experiments.definition import SMOKE, Experiment, Trial, made_of, merged
 from unrolled.experiments.results import Figures, Results, Verdict
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Trial",
     "Verdict",
     "made_of",
+    "merged",
     "names",
     "obtained",
     "path",

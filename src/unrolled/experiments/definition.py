@@ -57,7 +57,8 @@ class Experiment:
         sweep: settings with several values, each tried with the first seed; the value with the lowest
             validation loss goes on with the others.
         seeds: of `train.seed`.
-        evaluate: further evaluations of the trained models, by name: settings of the data that differ.
+        evaluate: further evaluations of the trained models, by name: settings that differ, of the data or of
+            the model where it needs no other weights.
         scales: by name, settings, `seeds` and `sweep` that differ; "full" by default is none.
         horizontal: of the plot, "step" or "seconds".
     """
@@ -120,7 +121,7 @@ def _not_overridden(settings: Mapping[str, Any], scale: Mapping[str, Any]) -> di
 
 def merged(sections: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return sections with settings such as `model.attention` in their places, or another whole section."""
-    found: dict[str, Any] = {key: dict(value) for key, value in sections.items()}
+    found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in sections.items()}
     for key, value in settings.items():
         section, _, name = key.partition(".")
         if name:
@@ -174,7 +175,7 @@ def made_of(values: Mapping[str, Any], source: Path) -> Experiment:
 def _check_settings(what: str, settings: object, part: str) -> None:
     if not isinstance(settings, dict):
         raise ValueError(f"{what} is {settings!r}, but must be a mapping of settings like model.attention")
-    sections = ("data",) if part == "evaluate" else ("data", "model", "train")
+    sections = ("data", "model") if part == "evaluate" else ("data", "model", "train")
     whole = {"contenders": sections, "scales": ("seeds", "sweep"), "evaluate": ()}[part]
     for key in map(str, settings):
         section, _, name = key.partition(".")
@@ -182,5 +183,5 @@ def _check_settings(what: str, settings: object, part: str) -> None:
             raise ValueError(
                 f"{what} sets {key!r}, but must set parts of {', '.join(sections)}, like {sections[-1]}.seed"
                 if part != "evaluate"
-                else f"{what} sets {key!r}, but must set options of the data, like data.length"
+                else f"{what} sets {key!r}, but must set parts of data and model, like data.length"
             )
