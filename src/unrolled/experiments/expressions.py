@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-MEASURES = ("loss", "accuracy", "error_rate", "bits", "seconds", "seconds_per_step", "parameters")
+MEASURES = ("loss", "accuracy", "error_rate", "bleu", "bits", "seconds", "seconds_per_step", "parameters")
 """What can be compared; see `results.Results`."""
 BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
