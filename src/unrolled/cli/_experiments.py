@@ -15,6 +15,7 @@ from unrolled import experiments, training
 from unrolled.cli import run_config
 from unrolled.cli._errors import error_rate
 from unrolled.cli._scores import count_splits
+from unrolled.cli.bleu import bleu
 from unrolled.decode import load_model
 from unrolled.experiments import Experiment, Figures, Results, Trial
 from unrolled.files import read_object, write_file
@@ -136,12 +137,12 @@ def _changed(values: dict[str, Any], changes: Any) -> dict[str, Any]:
 
 
 def _scores(model: Any, run: run_config.Run) -> dict[str, float | None]:
-    """Evaluate on the validation split: loss, bits for each target of tokens, accuracy or error rate.
+    """Evaluate on the validation split: loss, and what else a task has of `MEASURES`; BLEU on a test split.
 
     Where `train.eval_batches` limits the evaluation, there are only losses.
     """
     config, task = run.train, run.dataset.task
-    accuracy = errors = None
+    accuracy = errors = translated = None
     if config.eval_batches is None and task == "tokens":
         length = next(iter(run.dataset.eval_batches(1))).inputs.shape[1]
         [score] = training.evaluate_positions(model, run.dataset, config, [(0, length)])
@@ -153,8 +154,10 @@ def _scores(model: Any, run: run_config.Run) -> dict[str, float | None]:
             accuracy = right / count
         if config.eval_batches is None and task == "transcription":
             errors = error_rate(model, run.dataset, config.batch_size, 1).rate
+        if config.eval_batches is None and task == "translation":
+            translated = bleu(model, run.dataset)
     bits = loss / math.log(2) if task in ("tokens", "bits") else None
-    return {"loss": loss, "bits": bits, "accuracy": accuracy, "error_rate": errors}
+    return {"loss": loss, "bits": bits, "accuracy": accuracy, "error_rate": errors, "bleu": translated}
 
 
 def _curve(run_dir: Path) -> dict[str, list[float]]:

@@ -102,8 +102,8 @@ class Multi30kDataset(EpochDataset):
         """Return the sentences of a part, `joined` at a time, and their translations; `PARTS` has the names.
 
         Raises:
-            ValueError: there is no such part, or it has fewer than `joined` sentences, or a file is corrupt, or
-                missing and cannot be downloaded.
+            ValueError: there is no such part, or it has fewer than `joined` sentences, or a file is corrupt,
+                or missing and cannot be downloaded.
         """
         source, target = self._read(part)
         if len(source) < self.joined:
