@@ -13,7 +13,8 @@ from multi30k_files import write_multi30k
 from test_cli import SMALL
 
 from unrolled import models
-from unrolled.cli.bleu import scorer
+from unrolled.cli import run_config
+from unrolled.cli.bleu import bleu, scorer
 from unrolled.data import Vocabulary
 from unrolled.data.multi30k import Multi30kDataset
 
@@ -142,6 +143,15 @@ def test_evaluate_measures_what_sacrebleu_measures(trained: Path, tmp_path: Path
     assert "tok:13a" in printed
     assert re.search(r"validation loss \d+\.\d{4} nats/token", printed)
     assert "test_2016_flickr: BLEU" in works("evaluate", trained, "--beam-size", 1).stdout
+
+
+def test_the_bleu_of_experiments_is_that_of_a_greedy_search(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "translations.txt"
+    greedy = ["--beam-size", 1, "--length-penalty", 0]
+    printed = works("evaluate", trained, *greedy, "--out", out).stdout
+    run_of = run_config.resolve(run_config.read_saved(trained))
+    expected = re.search(r"test_2016_flickr: BLEU (\d+\.\d+)", printed)[1]
+    assert f"{bleu(models.load(trained).eval(), run_of.dataset):.2f}" == expected
 
 
 def trained_data(run_dir: Path) -> str:

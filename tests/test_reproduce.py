@@ -14,7 +14,14 @@ from unrolled import experiments, training
 from unrolled.cli import _experiments
 from unrolled.training import read_log
 
-REAL = {"cifar-generation": "cifar10", "mnist-generation": "mnist", "speech-ctc": "an4"}
+REAL = {
+    "attention-for-translation": "multi30k",
+    "cells": "wikitext2",
+    "cifar-generation": "cifar10",
+    "mnist-generation": "mnist",
+    "speech-ctc": "an4",
+    "video-masks": "mnist",
+}
 TEXTS = ("lm-equal-time", "lm-small", "sparse-patterns")
 
 

@@ -123,11 +123,28 @@ def test_long_pairs_are_left_out_of_training_only(files, dataset):
     assert short.epoch_size("val") == dataset.epoch_size("val")
 
 
+@pytest.mark.parametrize("n", [2, 4])
+def test_pairs_are_joined_in_order_with_the_same_ids(files, dataset, n):
+    longer = data.load("multi30k", data_dir=files, vocab_size=300, joined=n)
+    assert longer.pieces.to_json() == dataset.pieces.to_json()
+    for part in PARTS[:3]:
+        for single, joined in zip(dataset.sentences(part), longer.sentences(part), strict=True):
+            assert len(joined) == len(single) // n
+            assert " ".join(joined) == " ".join(single[: len(joined) * n])
+    sources, targets = longer.sentences("val")
+    batch = next(longer.eval_batches(9))
+    assert [longer.decode(row) for row in batch.inputs] == sources
+    assert [longer.decode(row[row != IGNORED]) for row in batch.targets] == targets
+    assert longer.epoch_size("train") == dataset.epoch_size("train") // n
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"direction": "fr-en"}, "direction is 'fr-en', but must be one of 'en-de', 'de-en'"),
         ({"vocab_size": 256}, "vocab_size is 256, but must be an integer of at least 257"),
+        ({"joined": 0}, "joined is 0, but must be an integer of at least 1"),
+        ({"joined": 10}, "joined is 10, but val has only 9 sentences"),
         ({"length": 1}, "length is 1, but must be an integer of at least 2"),
         ({"length": 2}, "length is 2, but every training pair has more tokens"),
         ({"lenght": 2}, "'lenght' is not an option of data set multi30k, which takes direction, vocab_size"),

@@ -82,3 +82,16 @@ def test_the_table_and_the_file_say_what_was_measured():
     assert found["runs"]["wide/lr=0.1,seed=0"]["loss"] == 0.25
     assert found["runs"]["wide/lr=0.1,seed=0"]["settings"]["train"]["lr"] == 0.1
     assert found["table"]["lines"] == lines
+
+
+def test_bleu_stands_beside_that_of_longer_sentences():
+    runs = {}
+    experiment = tiny(seeds=[0])
+    results = Results(experiment, runs)
+    for trial in experiment.sweeps("wide"):
+        runs[trial.folder] = figures(0.5, bleu=33.46, evaluations={"longer": {"loss": 1.0, "bleu": 21.04}})
+    header, [line] = results.table()
+    assert dict(zip(header, line, strict=True)) == {
+        "contender": "wide", "train.lr": "0.001", "loss": "0.500", "loss, longer": "1.000",
+        "bleu": "33.5", "bleu, longer": "21.0", "seconds": "2", "seeds": "1",
+    }  # fmt: skip

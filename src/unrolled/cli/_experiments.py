@@ -16,6 +16,7 @@ from unrolled.cli import run_config
 from unrolled.cli._errors import error_rate
 from unrolled.cli._overlap import intersection_over_union
 from unrolled.cli._scores import count_splits
+from unrolled.cli.bleu import bleu
 from unrolled.decode import load_model
 from unrolled.experiments import Experiment, Figures, Results, Trial
 from unrolled.files import read_object, write_file
@@ -165,12 +166,12 @@ def _refilled(run: run_config.Run, trained: Any, name: str) -> Any:
 
 
 def _scores(model: Any, run: run_config.Run) -> dict[str, float | None]:
-    """Evaluate on the validation split: loss, bits for each target, and what else a task has of `MEASURES`.
+    """Evaluate on the validation split: loss, and what else a task has of `MEASURES`; BLEU on a test split.
 
     Where `train.eval_batches` limits the evaluation, there are only losses.
     """
     config, task = run.train, run.dataset.task
-    accuracy = errors = overlap = None
+    accuracy = errors = overlap = translated = None
     if config.eval_batches is None and task == "tokens":
         length = next(iter(run.dataset.eval_batches(1))).inputs.shape[1]
         [score] = training.evaluate_positions(model, run.dataset, config, [(0, length)])
@@ -184,6 +185,8 @@ def _scores(model: Any, run: run_config.Run) -> dict[str, float | None]:
             errors = error_rate(model, run.dataset, config.batch_size, 1).rate
         if config.eval_batches is None and task == "bits":
             overlap = intersection_over_union(model, run.dataset, config.batch_size)
+        if config.eval_batches is None and task == "translation":
+            translated = bleu(model, run.dataset)
     bits = loss / math.log(2) if task in ("tokens", "bits") else None
     words = run.dataset.vocabulary.kind == "tokenizer"
     perplexity = math.exp(loss) if words and task == "tokens" else None
@@ -194,6 +197,7 @@ def _scores(model: Any, run: run_config.Run) -> dict[str, float | None]:
         "accuracy": accuracy,
         "error_rate": errors,
         "iou": overlap,
+        "bleu": translated,
     }
 
 

@@ -42,6 +42,17 @@ def bleu_reporter(
     return report
 
 
+def bleu(model: Any, dataset: Any) -> float:
+    """Translate `TEST_PART` by greedy search and return the BLEU.
+
+    Raises:
+        ImportError: sacrebleu is not installed.
+    """
+    score, (sources, references) = scorer(), dataset.sentences(TEST_PART)
+    found, _ = score(translations_of(model, dataset, sources, beam_size=1, length_penalty=0.0), references)
+    return found
+
+
 def translations_of(
     model: Any, dataset: Any, sources: Sequence[str], beam_size: int, length_penalty: float
 ) -> list[str]:

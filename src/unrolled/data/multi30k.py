@@ -54,6 +54,8 @@ class Multi30kDataset(EpochDataset):
         direction: "en-de" translates into German, "de-en" into English.
         vocab_size: number of ids, the end symbol 0 among them.
         length: training pairs in which a sentence has more tokens are left out; the end symbol counts.
+        joined: pairs that follow one another and become one example, for longer sentences; a rest that is
+            too small is left out. The byte pairs are those of single sentences.
         data_dir: the folder that holds `multi30k/`; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
 
     Raises:
@@ -64,6 +66,7 @@ class Multi30kDataset(EpochDataset):
     direction: Direction = "en-de"
     vocab_size: Annotated[int, Ge(SMALLEST)] = 8_000
     length: Annotated[int, Ge(2)] = 128
+    joined: Annotated[int, Ge(1)] = 1
     data_dir: str | Path | None = None
 
     task: ClassVar[Task] = "translation"
@@ -75,7 +78,8 @@ class Multi30kDataset(EpochDataset):
         texts: dict[Split, tuple[list[str], list[str]]] = {
             split: self.sentences(split) for split in get_args(Split)
         }
-        self.pieces = BytePairs.learn([*texts["train"][0], *texts["train"][1]], self.vocab_size)
+        source, target = self._read("train")
+        self.pieces = BytePairs.learn([*source, *target], self.vocab_size)
         self._pairs: dict[Split, Pairs] = {
             split: list(zip(*map(self.pieces.encode_all, sides), strict=True))
             for split, sides in texts.items()
@@ -95,11 +99,18 @@ class Multi30kDataset(EpochDataset):
         return Vocabulary("bpe", pieces=self.pieces.to_json(), data=self.name)
 
     def sentences(self, part: str) -> tuple[list[str], list[str]]:
-        """Return the sentences of a part and their translations; `PARTS` has the names.
+        """Return the sentences of a part, `joined` at a time, and their translations; `PARTS` has the names.
 
         Raises:
-            ValueError: there is no such part, or a file is corrupt, or missing and cannot be downloaded.
+            ValueError: there is no such part, or it has fewer than `joined` sentences, or a file is corrupt,
+                or missing and cannot be downloaded.
         """
+        source, target = self._read(part)
+        if len(source) < self.joined:
+            raise ValueError(f"joined is {self.joined}, but {part} has only {len(source)} sentences")
+        return join(source, self.joined), join(target, self.joined)
+
+    def _read(self, part: str) -> tuple[list[str], list[str]]:
         if part not in PARTS:
             raise ValueError(f"part is {part!r}, but the parts are {', '.join(PARTS)}")
         source, target = (
@@ -139,6 +150,11 @@ def as_batch(pairs: Pairs) -> Batch:
     padding = torch.arange(inputs.shape[1]) >= lengths.unsqueeze(1)
     labels = torch.nn.utils.rnn.pad_sequence(list(targets), batch_first=True, padding_value=IGNORED)
     return Batch(inputs, labels, padding)
+
+
+def join(sentences: Sequence[str], n: int) -> list[str]:
+    """Join each n sentences that follow one another by a blank, without a rest."""
+    return [" ".join(sentences[i : i + n]) for i in range(0, len(sentences) - n + 1, n)]
 
 
 def read_sentences(name: str, data_dir: str | Path | None) -> list[str]:

@@ -11,6 +11,7 @@ MEASURES = (
     "accuracy",
     "error_rate",
     "iou",
+    "bleu",
     "bits",
     "perplexity",
     "seconds",

@@ -87,8 +87,11 @@ class Results:
         """Return the header and a line for each contender that has ended."""
         experiment = self.experiment
         shown = [x for x in MEASURES if any(self.mean(x, name) for name in experiment.contenders)]
-        columns: list[tuple[str, str, str | None]] = [(x.replace("_", " "), x, None) for x in shown]
-        columns[1:1] = [(f"loss, {name}", "loss", name) for name in experiment.evaluate]
+        columns: list[tuple[str, str, str | None]] = []
+        for measure in shown:
+            columns.append((measure.replace("_", " "), measure, None))
+            if measure in ("loss", "bleu"):
+                columns += [(f"{measure}, {name}", measure, name) for name in experiment.evaluate]
         header = ["contender", *(["published"] if experiment.published else []), *experiment.sweep]
         lines = []
         for name in experiment.contenders:
@@ -140,15 +143,8 @@ def shown_as(measure: str, value: Mean | None) -> str:
         return f"{mean:,.0f}"
     if measure in ("accuracy", "error_rate", "iou"):
         return f"{mean:.1%}" + ("" if error is None else f" ± {error:.1%}")
-    form = (
-        ",.0f"
-        if measure == "seconds"
-        else ".1f"
-        if measure == "perplexity"
-        else ".3g"
-        if measure == "seconds_per_step"
-        else ".3f"
-    )
+    forms = {"seconds": ",.0f", "seconds_per_step": ".3g", "bleu": ".1f", "perplexity": ".1f"}
+    form = forms.get(measure, ".3f")
     return f"{mean:{form}}" + ("" if error is None else f" ± {error:{form}}")
 
 
