@@ -108,7 +108,9 @@ def test_a_wrong_file_is_refused_in_one_sentence(changes, message):
 def test_an_unknown_scale_or_experiment_is_refused():
     with pytest.raises(ValueError, match="scale is 'big', but must be one of quick, full, smoke"):
         tiny().at("big")
-    with pytest.raises(ValueError, match=r"the experiment is 'none', but must be a \.yaml file or one of attention-"):
+    with pytest.raises(
+        ValueError, match=r"the experiment is 'none', but must be a \.yaml file or one of attention-"
+    ):
         _experiments.load("none")
     with pytest.raises(ValueError, match=r"none\.yaml does not exist"):
         _experiments.load("none.yaml")
