@@ -9,13 +9,13 @@ import torch
 import yaml
 from commands import error, run, works
 from experiments.test_definition import TINY
+from multi30k_files import write_multi30k
 
 from unrolled import experiments, training
 from unrolled.cli import _experiments
 from unrolled.training import read_log
 
 REAL = {
-    "attention-for-translation": "multi30k",
     "cells": "wikitext2",
     "cifar-generation": "cifar10",
     "mnist-generation": "mnist",
@@ -128,8 +128,10 @@ def test_what_cannot_be_done_is_said(tiny: Path, words: list[str], message: str)
 
 @pytest.mark.documents
 @pytest.mark.parametrize("name", experiments.names())
-def test_every_experiment_makes_two_steps(name: str, tmp_path: Path) -> None:
-    path = experiments.path(name)
+def test_every_experiment_makes_two_steps(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, options = experiments.path(name), []
+    if name == "attention-for-translation":
+        options = ["--data-dir", write_multi30k(tmp_path, monkeypatch)]
     if name in REAL and not Path(os.environ.get("UNROLLED_DATA", ""), REAL[name]).is_dir():
         pytest.skip(f"needs the real files: set UNROLLED_DATA to a folder that has {REAL[name]}/")
     if name in TEXTS:
@@ -139,7 +141,7 @@ def test_every_experiment_makes_two_steps(name: str, tmp_path: Path) -> None:
         values["base"]["data"]["path"] = str(text)
         path = tmp_path / path.name
         path.write_text(yaml.safe_dump(values))
-    works("reproduce", path, "--scale", "smoke", "--out", tmp_path / "out")
+    works("reproduce", path, "--scale", "smoke", "--out", tmp_path / "out", *options)
     results = json.loads((tmp_path / "out" / name / "smoke" / "results.json").read_text())
     assert len(results["table"]["lines"]) == len(_experiments.load(name).contenders)
 
