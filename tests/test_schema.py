@@ -83,7 +83,7 @@ def test_a_run_that_train_wrote_is_valid(
         {"data": {"name": "copy", "length": 1}},
         {"data": {"name": "copy", "length": "8"}},
         {"data": {"name": "digits", "length": 8}},
-        {"data": {"name": "text", "level": "words"}},
+        {"data": {"name": "text", "level": "lines"}},
         {"data": {"name": "babi", "tasks": [21]}},
         {"model": 3},
         {"model": {"name": "vit"}},

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from unrolled.contract import IGNORED, Batch, Split
+from unrolled.data import mnist
 from unrolled.data._base import Task
 from unrolled.data._bits import as_batch
 from unrolled.data._drawn import DrawnDataset
 from unrolled.data._files import read_published
-from unrolled.data.mnist import FILES, parse_idx_images
 from unrolled.fields import Size
 
 SPEED = (2.0, 5.0)  # pixels from frame to frame
@@ -83,8 +83,8 @@ class MovingMnistDataset(DrawnDataset):
         if self.size % self.patch:
             raise ValueError(f"patch is {self.patch}, but must divide size = {self.size}")
         self._digits: dict[Split, np.ndarray] = {
-            split: parse_idx_images(read_published(file, self.data_dir)).numpy()
-            for split, file in FILES.items()
+            split: mnist.parse_idx_images(read_published(file, self.data_dir)).numpy()
+            for split, file in mnist.FILES.items()
         }
 
     def _draw(self, rng: np.random.Generator, count: int) -> Batch:
