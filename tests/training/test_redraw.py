@@ -1,4 +1,4 @@
-"""Random features get other rows on a schedule, the same ones in a run that was resumed."""
+"""Random features and rotations are drawn anew on a schedule, the same ones in a run that was resumed."""
 
 import pytest
 import torch
@@ -9,13 +9,17 @@ from unrolled.ops.random_features import Projection
 from .standin import VOCAB, StandIn, run, same, weights
 from .test_resume import StopError, stops_at
 
-OPTIONS = {"performer": {"n_features": 8}, "rfa": {"n_features": 8}}
+OPTIONS = {
+    "performer": {"n_features": 8},
+    "rfa": {"n_features": 8},
+    "reformer": {"n_rounds": 2, "chunk": 4, "n_buckets": 2},
+}
 
 
 def model():
     torch.manual_seed(0)
-    sizes = {"d_model": 8, "n_layers": 2, "n_heads": 2}
-    return Decoder(DecoderConfig(VOCAB, attention=["performer", "rfa"], attention_options=OPTIONS, **sizes))
+    sizes = {"d_model": 8, "n_layers": 3, "n_heads": 2}
+    return Decoder(DecoderConfig(VOCAB, attention=list(OPTIONS), attention_options=OPTIONS, **sizes))
 
 
 def rows(trained):
@@ -26,7 +30,7 @@ def test_rows_are_drawn_again_between_updates(tmp_path):
     trained, expected = model(), model()
     run(tmp_path, model=trained, steps=7, redraw_every=3)
     found = [m for m in trained.modules() if isinstance(m, Projection)]
-    assert [int(m.redraws) for m in found] == [2, 2]  # before the 4th and the 7th
+    assert [int(m.redraws) for m in found] == [2, 2, 2]  # before the 4th and the 7th
     for projection in (m for m in expected.modules() if isinstance(m, Projection)):
         projection.redraw()
         projection.redraw()

@@ -225,10 +225,13 @@ def _counters(model: Trainable) -> list[Tensor]:
 
 
 def _redraw(model: Trainable, step: int, every: int) -> None:
-    """Draw the rows of random features again, if it is time; which ones follows from their saved seeds."""
+    """Draw random features and rotations again, if it is time; which ones follows from their saved seeds."""
     projections = [module for module in model.modules() if isinstance(module, Projection)]
     if not projections:
-        raise ValueError("redraw_every is set, but the model has no random features: use performer or rfa")
+        raise ValueError(
+            "redraw_every is set, but the model has no random features or rotations: use performer, rfa or "
+            "reformer"
+        )
     if step and step % every == 0:
         for projection in projections:
             projection.redraw()

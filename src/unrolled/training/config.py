@@ -57,8 +57,8 @@ class TrainConfig(Checked):
         carry_state: start rows of a batch that read on where those of the batch before ended from the state
             there, without a gradient to it (`unrolled.training.carrying`). The data set must be one of such
             rows, as with `data.order=consecutive`.
-        redraw_every: updates after which random features (`performer`, `rfa`) get other rows; None keeps the
-            first ones.
+        redraw_every: updates after which random features (`performer`, `rfa`) and rotations (`reformer`) are
+            drawn anew; None keeps the first ones.
         threads: CPU threads of torch; None leaves them as they are.
         shard: processes over which one copy of the weights, gradients and optimiser is spread (FSDP2); there
             are as many copies as it divides the number of processes. 1 keeps a whole copy on each (DDP).

@@ -102,7 +102,7 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
         same_bucket: attend only to the query's own bucket; causal attention always does.
         scale: factor of the scores.
         seed: seed of the random rotations; drawn like initial weights by default. `rotations.redraw()` draws
-            new ones.
+            new ones. The authors draw them at every update: `train.redraw_every=1`.
     """
 
     supports = GENERAL.but(cross=False, recurrence="growing", single_queries=False, reads_input=True)
