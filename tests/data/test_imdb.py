@@ -116,3 +116,46 @@ def test_other_reviews_are_refused(folder, content, message):
 def test_a_length_of_0_is_refused(folder):
     with pytest.raises(ValueError, match="length is 0, but must be an integer of at least 1"):
         ImdbDataset(length=0, data_dir=folder)
+
+
+def test_words_are_left_out_of_validation_reviews_only(folder):
+    whole, cut = (ImdbDataset(data_dir=folder, deleted=x) for x in (0.0, 0.5))
+    for split in ("train", "val"):
+        pairs = list(zip(texts(whole, split), texts(cut, split), strict=True))
+        assert all(is_part(shorter, longer) for longer, shorter in pairs)
+        assert (sum(map(len, (x for x, _ in pairs))) > sum(map(len, (x for _, x in pairs)))) == (
+            split == "val"
+        )
+    assert texts(cut, "val") == texts(ImdbDataset(data_dir=folder, deleted=0.5), "val")
+
+
+def test_words_of_the_same_review_are_put_in(folder):
+    whole, longer = (ImdbDataset(data_dir=folder, inserted=x) for x in (0.0, 0.5))
+    pairs = list(zip(texts(whole, "val"), texts(longer, "val"), strict=True))
+    assert all(is_part(before, after) and set(before) == set(after) for before, after in pairs)
+    assert any(before != after for before, after in pairs)
+    assert texts(whole, "train") == texts(longer, "train")
+
+
+def test_the_share_of_words_is_what_was_asked_for(folder):
+    dataset = ImdbDataset(data_dir=folder, deleted=0.2, inserted=0.3)
+    dataset._reviews["val"] = [(0, b"word " * 20_000)]
+    assert len(dataset._edited(0)[1].split()) == pytest.approx(20_000 * 0.8 * 1.3, rel=0.02)
+
+
+def test_the_first_reviews_of_the_order_are_validated_on(folder):
+    assert (
+        texts(ImdbDataset(data_dir=folder, val_size=4), "val")
+        == texts(ImdbDataset(data_dir=folder), "val")[:4]
+    )
+
+
+def texts(dataset, split):
+    """Return the words of every review of a split."""
+    return [text.split(b" ") for _, text in dataset._reviews[split]]
+
+
+def is_part(shorter, longer):
+    """Return whether the words of one text come in this order in another."""
+    words = iter(longer)
+    return all(word in words for word in shorter)

@@ -15,7 +15,7 @@ from unrolled.data._base import Task
 from unrolled.data._files import load_published, read_archive
 from unrolled.data._images import EpochDataset
 from unrolled.data._padding import padded
-from unrolled.fields import Size
+from unrolled.fields import Fraction, Size
 
 URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
 PATHS = ["imdb/aclImdb_v1.tar.gz", "imdb/aclImdb_labelled.tar.xz"]  # the second has labelled reviews only
@@ -35,8 +35,15 @@ class ImdbDataset(EpochDataset):
     section 2.2.2); a shorter one is padded at its end to the longest of its batch. The validation set is in a
     fixed random order, so that its first batches are a fair sample.
 
+    Words of the validation set can be left out or put in at random, always the same ones, in order to measure
+    how a model that was trained on whole reviews bears it.
+
     Attributes:
         length: bytes per review at most.
+        val_size: how many reviews to validate on, 25,000 at most.
+        deleted: share of the words of a validation review that are left out.
+        inserted: for each word that is left, the probability that a word of the same review, drawn at random,
+            is put before it.
         data_dir: the folder that holds `imdb/`; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
 
     Raises:
@@ -44,6 +51,9 @@ class ImdbDataset(EpochDataset):
     """
 
     length: Size = 1024
+    val_size: Size = 25_000
+    deleted: Fraction = 0.0
+    inserted: Fraction = 0.0
     data_dir: str | Path | None = None
 
     task: ClassVar[Task] = "labels"
@@ -54,7 +64,22 @@ class ImdbDataset(EpochDataset):
         super().__post_init__()
         self._reviews = load_published(PATHS, URL, read_reviews, self.data_dir)
         order = np.random.default_rng(0).permutation(len(self._reviews["val"]))
-        self._reviews["val"] = [self._reviews["val"][i] for i in order]
+        self._reviews["val"] = [self._edited(int(i)) for i in order[: self.val_size]]
+
+    def _edited(self, review: int) -> tuple[int, bytes]:
+        """Return the label and the text of a validation review, words left out and put in."""
+        label, text = self._reviews["val"][review]
+        if not (self.deleted or self.inserted):
+            return label, text
+        rng = np.random.default_rng((0, review))
+        words = text.split(b" ")
+        kept = [
+            word for word, draw in zip(words, rng.random(len(words)), strict=True) if draw >= self.deleted
+        ]
+        put = rng.random(len(kept)) < self.inserted
+        drawn = rng.integers(len(words), size=len(kept))
+        pairs = ([words[i], word] if new else [word] for word, new, i in zip(kept, put, drawn, strict=True))
+        return label, b" ".join(word for pair in pairs for word in pair)
 
     def _count(self, split: Split) -> int:
         return len(self._reviews[split])

@@ -1,0 +1,62 @@
+"""The digit of an image of MNIST, read pixel by pixel; in a permuted order, nothing near belongs together.
+
+Le, Jaitly and Hinton 2015, "A Simple Way to Initialize Recurrent Networks of Rectified Linear Units", arXiv
+1504.00941, section 4.2. The order is drawn once, and is that of all images.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unrolled.contract import Batch, Split
+from unrolled.data import mnist
+from unrolled.data._base import Task
+from unrolled.data._files import read_published
+from unrolled.data._images import EpochDataset
+
+
+@dataclass
+class PixelMnistDataset(EpochDataset):
+    """60,000 training images, validated on the 10,000 test images, as sequences of 784 grey levels.
+
+    Attributes:
+        permuted: read the pixels of every image in the same random order, instead of row by row.
+        data_dir: the folder that holds `mnist/`; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
+
+    Raises:
+        ValueError: a file is corrupt, or it is missing and cannot be downloaded.
+    """
+
+    permuted: bool = False
+    data_dir: str | Path | None = None
+
+    task: ClassVar[Task] = "labels"
+    vocab_size: ClassVar[int] = 256
+    length: ClassVar[int] = 28 * 28
+    n_classes: ClassVar[int] = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        order = torch.arange(self.length)
+        if self.permuted:
+            order = torch.from_numpy(np.random.default_rng(0).permutation(self.length))
+        self._examples: dict[Split, tuple[Tensor, Tensor]] = {
+            split: (
+                mnist.parse_idx_images(read_published(mnist.FILES[split], self.data_dir)).flatten(1)[
+                    :, order
+                ],
+                mnist.parse_idx_labels(read_published(mnist.LABEL_FILES[split], self.data_dir)),
+            )
+            for split in mnist.FILES
+        }
+
+    def _count(self, split: Split) -> int:
+        return len(self._examples[split][0])
+
+    def _rows(self, split: Split, rows: Tensor) -> Batch:
+        levels, labels = self._examples[split]
+        return Batch(levels[rows].long(), labels[rows].long())
