@@ -16,9 +16,13 @@ from unrolled.cli import _experiments
 from unrolled.training import read_log
 
 REAL = {
+    "bigbird-blocks": "imdb",
     "cells": "wikitext2",
     "cifar-generation": "cifar10",
+    "edited-reviews": "imdb",
+    "mnist-equal-time": "mnist",
     "mnist-generation": "mnist",
+    "permuted-pixels": "mnist",
     "speech-ctc": "an4",
     "video-masks": "mnist",
 }
@@ -100,7 +104,29 @@ def test_runs_of_another_experiment_are_not_mixed_in(tiny: Path) -> None:
         )
     )
     printed = error("reproduce", tiny, "--out", tiny.parent / "out")
-    assert "lr=0.001,seed=3 holds a run with other settings or data than tiny has now: remove it" in printed
+    assert "lr=0.001,seed=3 holds a run with another model.d_model than tiny has now: remove it" in printed
+
+
+def test_a_run_is_known_by_its_settings_its_data_and_its_evaluations(tiny: Path) -> None:
+    reproduce(tiny, "--only", "wide")
+    [*_, folder] = sorted((tiny.parent / "out" / "tiny").glob("*/wide/*"))
+    saved, figures = folder / "run.yaml", folder / "figures.json"
+
+    settings = yaml.safe_load(saved.read_text())
+    del settings["train"]["compile"]  # as an earlier version of the library has left it
+    saved.write_text(yaml.safe_dump(settings))
+    reproduce(tiny, "--only", "wide")
+
+    settings["train"]["steps"] += 1
+    saved.write_text(yaml.safe_dump(settings))
+    assert "a run with another train.steps than" in error("reproduce", tiny, "--out", tiny.parent / "out")
+    settings["train"]["steps"] -= 1
+    saved.write_text(yaml.safe_dump(settings))
+
+    before = figures.read_text()
+    for key, name in (("batch", "first batch"), ("evaluate", "evaluate")):
+        figures.write_text(json.dumps(json.loads(before) | {key: "another"}))
+        assert f"a run with another {name} than" in error("reproduce", tiny, "--out", tiny.parent / "out")
 
 
 def test_an_experiment_is_copied_and_listed(tmp_path: Path) -> None:

@@ -1,13 +1,11 @@
 """Running the trials of an experiment, each in an ordinary run folder."""
 
-import hashlib
 import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -96,18 +94,15 @@ def _measured(
         values["data"] = values["data"] | {"data_dir": str(data_dir)}
     run = run_config.resolve(values)
     first = run.dataset.batch("train", step=0, batch_size=run.train.batch_size, seed=run.train.seed)
-    settings = run_config.plain(
-        {"model": asdict(cast(Any, run.model)), "train": asdict(run.train), "data": run.data}
-    )
-    settings["data"].pop("data_dir", None)
-    settings["evaluate"] = run_config.plain(dict(experiment.evaluate))
-    text = json.dumps([settings, fingerprint(first.inputs, first.targets)], sort_keys=True)
-    key = hashlib.sha256(text.encode()).hexdigest()
+    known_by = {
+        "batch": fingerprint(first.inputs, first.targets),
+        "evaluate": run_config.plain(dict(experiment.evaluate)),
+    }
     if before is not None:
-        if before["key"] != key:
+        if differs := _difference(run, before, known_by):
             raise ValueError(
-                f"{run_dir} holds a run with other settings or data than {experiment.name} has now: remove "
-                "it, or choose another folder by --out"
+                f"{run_dir} holds a run with another {differs} than {experiment.name} has now: remove it, or "
+                "choose another folder by --out"
             )
         return before
     model = run.new_model(device)
@@ -127,10 +122,26 @@ def _measured(
         "evaluations": evaluations,
         "curve": _curve(run_dir),
         "date": time.strftime("%Y-%m-%d %H:%M:%S%z"),
-        "key": key,
+        **known_by,
     }
     write_file(run_dir / FIGURES, f"{json.dumps(figures, indent=1)}\n")
     return figures
+
+
+def _difference(run: run_config.Run, before: Figures, known_by: Mapping[str, Any]) -> str | None:
+    """Name the first thing in which the run that has ended in a folder differs from the one it is to hold.
+
+    A setting that the library did not have at that time counts with its default.
+    """
+    saved = run_config.read_saved(run.run_dir)
+    if "data_dir" in run.data:  # the same files may lie elsewhere
+        saved["data"]["data_dir"] = run.data["data_dir"]
+    then, now = run_config.resolve(saved).settings(), run.settings()
+    for section in ("data", "model", "train"):
+        for key in {**now[section], **then[section]}:
+            if then[section].get(key) != now[section].get(key):
+                return f"{section}.{key}"
+    return next((f"first {x}" if x == "batch" else x for x in known_by if before[x] != known_by[x]), None)
 
 
 def _evaluated(
