@@ -20,7 +20,6 @@ REAL = {
     "cells": "wikitext2",
     "cifar-generation": "cifar10",
     "edited-reviews": "imdb",
-    "mnist-equal-time": "mnist",
     "mnist-generation": "mnist",
     "permuted-pixels": "mnist",
     "speech-ctc": "an4",

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from unrolled.contract import UnsupportedError
+from unrolled.training import config as settings
 from unrolled.training import dry_run, read_log, train
-from unrolled.training import forecast as clock
 
 from .standin import VOCAB, Cycles, StandIn, config, run
 
@@ -113,7 +113,7 @@ def slow(monkeypatch):
             now += (2 if self.calls else 100) if self.training else 5
             return super().loss(inputs, targets)
 
-    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(settings, "time", SimpleNamespace(perf_counter=lambda: now))
     return Slow()
 
 

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from unrolled.training import forecast, loop, read_log
+from unrolled.training import config as settings
+from unrolled.training import forecast, read_log
 
 from .standin import Cycles, StandIn, config, run
 
@@ -21,8 +22,8 @@ def slow(monkeypatch):
             now += 2 if self.training else 5
             return super().loss(inputs, targets)
 
-    for module in (loop, forecast):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now))
+    clocks = SimpleNamespace(perf_counter=lambda: now, process_time=lambda: now / 2)
+    monkeypatch.setattr(settings, "time", clocks)
     return Slow
 
 
@@ -34,6 +35,14 @@ def test_it_ends_when_the_time_is_over_and_evaluates_once_more(tmp_path, slow):
     assert result.seconds == 10 * 2 + 2 * EVALUATION
     result = run(tmp_path / "odd", model=slow(), seconds=11, steps=2, eval_every=99)
     assert (result.steps, result.seconds) == (6, 12 + EVALUATION)
+
+
+def test_the_clock_may_be_that_of_the_processor(tmp_path, slow):
+    """Half of the time, other work has the core."""
+    result = run(tmp_path, model=slow(), seconds=20, clock="cpu", eval_every=99)
+    assert (result.steps, result.seconds) == (20, 20 + EVALUATION / 2)
+    found = forecast.dry_run(slow(), Cycles(), config(seconds=175, clock="cpu", eval_every=10))
+    assert (found.steps, found.seconds, found.mfu) == (100, 175, None)
 
 
 def test_the_rate_follows_the_time(tmp_path, slow):

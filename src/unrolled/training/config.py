@@ -1,5 +1,6 @@
 """The settings of a training run."""
 
+import time
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -18,9 +19,11 @@ class TrainConfig(Checked):
 
     Attributes:
         steps: optimiser updates in the whole run.
-        seconds: train for this long instead of for `steps` updates: wall-clock seconds of the whole run, with
-            its evaluations and checkpoints, but without the last ones. The cosine follows the time. How many
+        seconds: train for this long instead of for `steps` updates: the time of the whole run, with its
+            evaluations and checkpoints, but without the last ones. The cosine follows the time. How many
             updates such a run makes depends on the machine, so that two runs do not end equal.
+        clock: what `seconds` counts: "wall", or "cpu", the time that the cores have worked for the process,
+            all threads added up, so that other work on the machine hardly shortens a run.
         batch_size: examples per micro-batch; an update sees `batch_size * accumulate` examples, on however
             many processes.
         lr: peak learning rate.
@@ -71,6 +74,7 @@ class TrainConfig(Checked):
 
     steps: Size = 2000
     seconds: Positive | None = None
+    clock: Literal["wall", "cpu"] = "wall"
     batch_size: Size = 16
     lr: Positive = 1e-3
     min_lr: Annotated[float, Ge(0)] = 0.0
@@ -115,19 +119,23 @@ class TrainConfig(Checked):
         """Return whether a run ends after so many updates and seconds."""
         return step >= self.steps if self.seconds is None else seconds >= self.seconds
 
+    def now(self) -> float:
+        """Return the seconds of `clock`; only differences mean something."""
+        return time.process_time() if self.clock == "cpu" else time.perf_counter()
+
     def free_on_resume(self) -> frozenset[str]:
         """Name the fields that a resumed run may change, since they do not change what the weights become.
 
         `threads`, `gradient_checkpointing`, `compile`, `segment`, `shard` and `sequence` change at most the
         rounding.
-        `steps` and `seconds` bend the cosine, and the plateau schedule reacts at each evaluation, so those
-        hold them and `eval_every` fast. `eval_batches` is held because the best loss so far must stay
+        `steps`, `seconds` and `clock` bend the cosine, and the plateau schedule reacts at each evaluation, so
+        those hold them and `eval_every` fast. `eval_batches` is held because the best loss so far must stay
         comparable.
         """
         free = {"checkpoint_every", "log_every", "threads", "gradient_checkpointing"}
         free |= {"compile", "segment", "shard", "sequence"}
         if self.schedule != "cosine":
-            free |= {"steps", "seconds"}
+            free |= {"steps", "seconds", "clock"}
         if self.schedule != "plateau":
             free.add("eval_every")
         return frozenset(free)

@@ -1,7 +1,6 @@
 """A forecast of memory and time of a run, from a few steps whose results are discarded."""
 
 import math
-import time
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -48,8 +47,8 @@ class Forecast:
         measured: number of steps measured.
         tokens: targets per step, a mean over the measured steps.
         mfu: the share of the processors' speed that a step uses (`unrolled.training.utilisation`); None if no
-            step is left, or the inputs are not tokens.
-        step_seconds: median time of a step; 0 if none is left.
+            step is left, the inputs are not tokens, or `config.clock` is "cpu".
+        step_seconds: median time of a step, on the clock of `config` as all times here; 0 if none is left.
         evaluations: how many are left.
         evaluation_seconds: time of one, its first batch times the number of batches.
     """
@@ -123,11 +122,11 @@ def dry_run(
         processors = processes.sum([speed_of_products(device, bf16=config.bf16)])[0]
         model.train()
         while len(seconds) < STEPS and not config.is_over(progress.step, progress.seconds + sum(seconds)):
-            began = time.perf_counter()
+            began = config.now()
             with watched(state) if len(seconds) == watched_step else nullcontext() as taken_now:
                 done = _steps.update(state, dataset, config, state.schedule.lr(progress.step))
             taken = taken_now or taken
-            seconds.append(processes.from_first(time.perf_counter() - began))
+            seconds.append(processes.from_first(config.now() - began))
             targets.append(done.targets)
             flops += done.read * flops_per_token(model)
             progress.step += 1
@@ -155,7 +154,7 @@ def dry_run(
         steps=steps,
         measured=len(seconds),
         tokens=mean(targets or [0]),
-        mfu=flops / len(seconds) / step_seconds / processors if flops else None,
+        mfu=flops / len(seconds) / step_seconds / processors if flops and config.clock == "wall" else None,
         step_seconds=step_seconds,
         evaluations=_evaluations(first, steps, config.eval_every),
         evaluation_seconds=evaluation_seconds,
@@ -173,9 +172,9 @@ def _evaluation_seconds(state: TrainState, dataset: Dataset, config: TrainConfig
     """Time the first batches of an evaluation, one for each team of processes, times their number."""
     processes = state.processes
     batches = sum(1 for _ in islice(dataset.eval_batches(config.batch_size), config.eval_batches))
-    began = time.perf_counter()
+    began = config.now()
     evaluate(state.model, dataset, replace(config, eval_batches=processes.teams), processes=processes)
-    took = processes.from_first(time.perf_counter() - began)
+    took = processes.from_first(config.now() - began)
     return took * math.ceil(batches / processes.teams)
 
 

@@ -25,7 +25,7 @@ class TrainResult:
     """How a run ended. Losses are in nats per token; None if the run ended before its first evaluation.
 
     If a signal ended the run, it is not complete; `signal` is then its number, such as
-    `signal.SIGINT` for Ctrl-C, else None. `seconds` counts every process of the run.
+    `signal.SIGINT` for Ctrl-C, else None. `seconds` counts every process of the run, on its `clock`.
     """
 
     best_val: float | None
@@ -146,7 +146,7 @@ class _Run:
         self.flops_per_token = flops_per_token(self.state.model)
         speed = speed_of_products(self.state.device, bf16=config.bf16)
         self.processors = self.state.processes.sum([speed])[0]
-        self.started = time.perf_counter() - p.seconds
+        self.started = config.now() - p.seconds
         if not resumed:
             self._save_checkpoint()  # so that a run killed early restarts from the same weights
         with ExitStack() as stack:
@@ -182,7 +182,7 @@ class _Run:
 
     @property
     def _seconds(self) -> float:
-        return time.perf_counter() - self.started
+        return self.config.now() - self.started
 
     def _save_checkpoint(self) -> None:
         self._count_seconds()
