@@ -26,6 +26,8 @@ TINY: dict[str, Any] = {
     "budget": {"quick": 1, "full": 2},
 }
 
+IN_FILES = ("text", "imdb", "mnist", "cifar10", "an4", "multi30k")
+
 
 def tiny(**changes: Any) -> Experiment:
     return made_of({x: y for x, y in (TINY | changes).items() if y is not None}, Path("tiny.yaml"))
@@ -42,13 +44,7 @@ def test_the_experiments_of_the_library_can_be_run(name):
         for contender in at.contenders:
             for trial in at.sweeps(contender):
                 values = at.values(trial)
-                if "name" in values["model"] or values["data"]["name"] in (
-                    "text",
-                    "mnist",
-                    "cifar10",
-                    "an4",
-                    "multi30k",
-                ):
+                if "name" in values["model"] or values["data"]["name"] in IN_FILES:
                     continue  # other kinds of models, and data in files
                 run_config.resolve(values)
 
