@@ -60,6 +60,7 @@ def test_an_experiment_is_run_and_reported(tiny: Path) -> None:
     held = losses["wide"] < losses["narrow"]
     assert ("held: " if held else "NOT HELD: ") + 'loss["wide"] < loss["narrow"]' in printed
     assert f"{losses['narrow']:.3f}" in (folder / "table.md").read_text()
+    assert "| contender | lr 0.001 | lr 0.1 |" in (folder / "table.md").read_text()
     page = (folder / "report.html").read_text()
     assert "Wide is better than narrow." in page
     assert "http" not in page.replace("http-equiv", "")

@@ -78,6 +78,7 @@ def test_the_table_and_the_file_say_what_was_measured():
         "parameters", "seeds",
     ]  # fmt: skip
     assert lines == [["wide", "0.1", "0.001", "0.250", "0.500", "87.5%", "2", "0.5", "1,234", "1"]]
+    assert results.tried() == (["contender", "lr 0.001", "lr 0.1"], [["wide", "0.250", "0.250"]])
     found = json.loads(json.dumps(results.to_json()))
     assert found["runs"]["wide/lr=0.1,seed=0"]["loss"] == 0.25
     assert found["runs"]["wide/lr=0.1,seed=0"]["settings"]["train"]["lr"] == 0.1

@@ -16,6 +16,7 @@ from unrolled.cli._output import can_plot, software
 from unrolled.experiments import Results, Verdict
 from unrolled.files import write_file
 
+TRIED = "Loss at each value that was tried, with the first seed:"
 HORIZONTAL = {"step": "training step", "seconds": "seconds of training"}
 
 
@@ -25,6 +26,8 @@ def write(results: Results, scale: str, folder: Path) -> None:
     header, lines = results.table()
     verdicts = [told(verdict) for verdict in results.verdicts()]
     text = f"{table(header, lines)}\n\n" + "".join(f"- {x}\n" for x in verdicts)
+    if experiment.sweep:
+        text += f"\n{TRIED}\n\n{table(*results.tried())}\n"
     write_file(folder / "results.json", f"{json.dumps(results.to_json() | about, indent=1)}\n")
     write_file(folder / "table.md", f"# {experiment.name}, {scale}\n\n{experiment.claim}\n\n{text}")
     picture = plot(results) if lines and can_plot() else None
@@ -64,21 +67,28 @@ def page(results: Results, scale: str, picture: bytes | None) -> str:
     if picture is not None:
         source = base64.b64encode(picture).decode()
         image = f'<img alt="Validation losses during training" src="data:image/png;base64,{source}">'
-    cells = ["".join(f"<th>{escape(x)}</th>" for x in header)]
-    cells += ["".join(f"<td>{escape(x)}</td>" for x in line) for line in lines]
+    tried = f"<p>{TRIED}</p>\n{_html(*results.tried())}" if experiment.sweep else ""
     settings = json.dumps({"base": experiment.base, "contenders": experiment.contenders}, indent=1)
     return template.substitute(
         name=escape(experiment.name),
         scale=escape(scale),
         claim=escape(experiment.claim),
         paper=escape(experiment.paper),
-        head=f"<tr>{cells[0]}</tr>",
-        body="".join(f"<tr>{row}</tr>" for row in cells[1:]),
+        table=_html(header, lines),
+        tried=tried,
         verdicts="".join(f"<li>{escape(told(x))}</li>" for x in results.verdicts()),
         picture=image,
         settings=escape(settings),
         machine=escape(", ".join(f"{key} {value}" for key, value in machine().items())),
     )
+
+
+def _html(header: list[str], lines: list[list[str]]) -> str:
+    """Write a table."""
+    head = "".join(f"<th>{escape(x)}</th>" for x in header)
+    rows = ["".join(f"<td>{escape(x)}</td>" for x in line) for line in lines]
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def told(verdict: Verdict) -> str:

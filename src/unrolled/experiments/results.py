@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,15 +100,23 @@ class Results:
             if best is None:
                 continue
             line = [name, *([experiment.published.get(name, "")] if experiment.published else [])]
-            line += [
-                f"{value:g}" if isinstance(value, float) else str(value) for value in best.swept.values()
-            ]
+            line += map(_short, best.swept.values())
             lines.append(
                 [*line, *(shown_as(measure, self.mean(measure, name, at)) for _, measure, at in columns)]
             )
         return [*header, *(title for title, _, _ in columns), "seeds"], [
             [*line, str(sum(self.figures(x) is not None for x in self.seeds(line[0])))] for line in lines
         ]
+
+    def tried(self) -> tuple[list[str], list[list[str]]]:
+        """Return a header and a line for each contender: its loss at each choice of the swept settings."""
+        sweep, lines = self.experiment.sweep, []
+        for name in self.experiment.contenders:
+            ended = [self.figures(trial) for trial in self.experiment.sweeps(name)]
+            if any(ended):
+                lines.append([name, *("" if x is None else f"{x['loss']:.3f}" for x in ended)])
+        choices = product(*([f"{key.rpartition('.')[2]} {_short(x)}" for x in sweep[key]] for key in sweep))
+        return ["contender", *map(", ".join, choices)], lines
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it, for `results.json`."""
@@ -146,6 +155,11 @@ def shown_as(measure: str, value: Mean | None) -> str:
     forms = {"seconds": ",.0f", "seconds_per_step": ".3g", "bleu": ".1f", "perplexity": ".1f"}
     form = forms.get(measure, ".3f")
     return f"{mean:{form}}" + ("" if error is None else f" ± {error:{form}}")
+
+
+def _short(value: object) -> str:
+    """Write the value of a setting."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _known(loss: float) -> float:
