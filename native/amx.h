@@ -123,6 +123,7 @@ inline bool on_matrix_unit(const Packed& w, Int rows, bool steady) {
 
 #else
 
+inline bool amx_available() { return false; }
 inline bool on_matrix_unit(const Packed&, Int, bool) { return false; }
 
 #endif

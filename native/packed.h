@@ -11,7 +11,8 @@
 // of the four holds inputs 8 p + e in its low half and 8 p + 4 + e in its high half, each plus 8.
 //
 // For INT8_TILES a row of x is rounded to 16 bits relative to its largest number, for INT4_TILES to 8 bits
-// relative to the largest of each 32.
+// relative to the largest of each 32, for BFLOAT16_TILES to bfloat16 where the processor multiplies pairs of
+// such numbers (`packed_blocks.h`).
 #pragma once
 
 #include "rows.h"
@@ -32,12 +33,14 @@ inline Int tile_bytes(const Packed& w) {
 
 // Rows of x in the form that the weights are multiplied by.
 struct PackedRows {
-    const float* x;             // as they are, or rounded and divided by their scale
-    Int row;                    // from one row to the next, in floats
-    const uint8_t *high, *low;  // parts of x / scale, as `multiplies_bytes` wants them, or on the matrix unit
-    Int bytes;                  // from one row to the next of those
-    const float* scales;        // INT8_TILES: one per row. INT4_TILES: one per group
-    const int32_t* sums;        // INT4_TILES: 8 times the sum of each group of rounded numbers
+    const float* x;  // as they are, or rounded and divided by their scale
+    Int row;         // from one row to the next, in floats
+    // Parts of x / scale, as `multiplies_bytes` wants them, or on the matrix unit; bfloat16 numbers in
+    // `high`.
+    const uint8_t *high, *low;
+    Int bytes;            // from one row to the next of those
+    const float* scales;  // INT8_TILES: one per row. INT4_TILES: one per group
+    const int32_t* sums;  // INT4_TILES: 8 times the sum of each group of rounded numbers
 
     // The rows from number r on, whose scales begin at `place`.
     PackedRows from(Int r, Int place) const {

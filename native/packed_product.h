@@ -2,7 +2,6 @@
 // rows are multiplied by a tile while it is in the cache, a few at a time, whose sums are in registers.
 #pragma once
 
-#include "packed_float32.h"
 #include "row_packer.h"
 
 namespace UNROLLED_ISA {
@@ -136,10 +135,13 @@ AMX inline void multiply_tiles_amx(const Packed& w, Int first, Int last, const P
 // Multiplies `rows` rows by the tiles [first, last). `next` is what will be read after them.
 inline void multiply_tiles(const Packed& w, Int first, Int last, const PackedRows& x, Int rows,
                            [[maybe_unused]] bool matrix_unit, float* y, Int y_row, const void* next) {
-    if (w.packing == FLOAT32_TILES)
-        return multiply_float32_tiles(w, first, last, x.x, x.row, rows, y, y_row, next);
+    if (w.packing == FLOAT32_TILES) return multiply_float32_tiles(w, first, last, x, rows, y, y_row, next);
 #if defined(UNROLLED_AMX)
     if (matrix_unit) return multiply_tiles_amx(w, first, last, x, rows, y, y_row);
+#endif
+#if defined(UNROLLED_BFLOAT16_PAIRS)
+    if (w.packing == BFLOAT16_TILES && multiplies_bfloat16_pairs())
+        return multiply_bfloat16_tiles(w, first, last, x, rows, y, y_row, next);
 #endif
     const Int scales = w.packing == INT4_TILES ? padded_inputs(w) / GROUP : 1,
               groups = ceil_div(rows, TILE_ROWS);

@@ -1,7 +1,7 @@
 // Rows of x in the forms that packed weights are multiplied by.
 #pragma once
 
-#include "amx.h"
+#include "packed_blocks.h"
 #include "packed_bytes.h"
 
 namespace UNROLLED_ISA {
@@ -21,7 +21,8 @@ class RowPacker {
     PackedRows pack(const Packed& w, const float* x, Int x_row, Int rows, bool matrix_unit) {
         const Int n = w.inputs, whole = padded_inputs(w);
         if (w.packing == BFLOAT16_TILES && matrix_unit) return halve(x, x_row, rows, n, whole);
-        if (w.packing == FLOAT32_TILES || (w.packing == BFLOAT16_TILES && n % 2 == 0))
+        const bool pairs = w.packing == BFLOAT16_TILES && multiplies_bfloat16_pairs();
+        if (w.packing == FLOAT32_TILES || (w.packing == BFLOAT16_TILES && n % 2 == 0 && !pairs))
             return {x, x_row, nullptr, nullptr, 0, nullptr, nullptr};
         const Int groups = w.packing == INT4_TILES ? whole / GROUP : 1;
         for (Int r = 0; r < rows; ++r) {
@@ -29,6 +30,7 @@ class RowPacker {
             [[maybe_unused]] uint8_t* bytes = bytes_ + r * 2 * row_;
             std::memcpy(to, x + r * x_row, (size_t)n * 4);
             std::memset(to + n, 0, (size_t)(whole - n) * 4);
+            if (pairs) write_row<BFLOAT16>(to, whole, bytes);
             if (w.packing == BFLOAT16_TILES) continue;
             for (Int g = 0; g < groups; ++g) {
                 const Int begin = g * (whole / groups), end = begin + whole / groups;

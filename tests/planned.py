@@ -5,6 +5,7 @@ from torch import nn
 
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops.feature_maps import FEATURE_MAPS
+from unrolled.ops.processor import description
 
 V, LENGTH = 71, 14
 
@@ -69,3 +70,9 @@ def decoder(**options):
 
 def tokens(rows=3, length=LENGTH):
     return torch.randint(V, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def rounds_inputs_to_bf16() -> bool:
+    """Whether the kernel for AVX-512 rounds the inputs of matrices in bf16, as `plan` documents."""
+    flags = description().split()
+    return "avx512_bf16" in flags and "amx_bf16" not in flags

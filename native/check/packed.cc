@@ -74,12 +74,13 @@ struct Matrix {
     }
 };
 
-// Rows of x that no form rounds: whole numbers, the first of each group the largest.
+// Rows of x that no form rounds: bfloat16 numbers, or whole ones, the first of each group the largest.
 Floats whole_rows(int64_t rows, int64_t inputs, int32_t packing, bool largest) {
     const float most = packing == INT4_TILES ? 127 : 32767;
     Floats x = random_floats(rows * inputs, -1, 1);
     for (int64_t i = 0; i < rows * inputs; ++i) {
         float& value = x[(size_t)i];
+        if (packing == BFLOAT16_TILES) value = from_upper_half(upper_half(value));
         if (packing == FLOAT32_TILES || packing == BFLOAT16_TILES) continue;
         const bool first = i % inputs % GROUP == 0;
         value = first || largest ? most : std::rint(value * most);

@@ -288,7 +288,8 @@ def plan(model: nn.Module, weights: Weights = "fp32", *, sample: Tensor | None =
             softmax, and differ by layer.
         weights: the form of the matrices: "fp32", "bf16" (half the memory), "int8" (a quarter) or "int4" (a
             seventh); see `unrolled.decode.packing`. Everything is computed in fp32 from the rounded weights;
-            with "int8" and "int4" the inputs of a matrix are rounded too, to 16 and 8 bits.
+            with "int8" and "int4" the inputs of a matrix are rounded too, to 16 and 8 bits, and with "bf16"
+            to bfloat16 on processors with AVX-512 BF16 and without AMX.
         sample: token ids [B, T], with "int4" only: matrices are rounded such that what they compute on this
             sample changes least; see `unrolled.decode.calibration`. Some 16,000 tokens of the training data
             will do.

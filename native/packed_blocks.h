@@ -1,0 +1,176 @@
+// Products of rows of x by packed weights in fp32, and by weights in bfloat16 on processors that multiply
+// pairs of such numbers (AVX-512 BF16). There rows of x are rounded to bfloat16 too, which doubles the speed
+// of several rows.
+//
+// A tile is cut into blocks of inputs that stay in the first-level cache for all rows. Meanwhile the next
+// block is requested.
+#pragma once
+
+#include "amx.h"
+#include "tile_output.h"
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define UNROLLED_BFLOAT16_PAIRS __attribute__((target("avx512bf16")))
+#endif
+
+namespace UNROLLED_ISA {
+
+// The weights of a tile that are read together: those of an input in fp32, of two in bfloat16.
+constexpr Int STEP_BYTES = TILE * 4;
+
+// What is read next: a share of it is requested in each step of a block, so that reading takes no time of its
+// own. One row alone waits for memory whatever is requested.
+struct Ahead {
+    const char* at;
+    Int share;  // lines for each step, times 256
+
+    void request(Int i) const {
+        asm volatile("");  // GCC drops calls without side effects, and counts a prefetch as none
+        const char* line = at + (i * share >> 8) * LINE;
+        __builtin_prefetch(line);
+        __builtin_prefetch(line + LINE);
+        if (share > 2 * 256) __builtin_prefetch(line + 2 * LINE), __builtin_prefetch(line + 3 * LINE);
+    }
+};
+
+// Some steps of a tile; the first ones start from the bias, others from the sums so far.
+struct Block {
+    const char* weights;
+    Int steps;
+    bool first;
+    Ahead ahead;
+
+    Vec begin(const TileOutput& out, Int r, Int i) const {
+        if (!first) return load(out.y + r * out.row + i);
+        return out.bias ? load(out.bias + i) : Vec{};
+    }
+};
+
+// `x` has `x_row` numbers from one row to the next.
+template <int ROWS>
+void multiply_float32(const Block& block, const float* x, Int x_row, const TileOutput& out) {
+    constexpr int VECS = vecs_for(ROWS);
+    const float* w = (const float*)block.weights;
+    for (Int i = 0; i < TILE; i += VECS * WIDTH) {
+        Vec sums[ROWS][VECS];
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 16
+            for (int v = 0; v < VECS; ++v) sums[r][v] = block.begin(out, r, i + v * WIDTH);
+        for (Int k = 0; k < block.steps; ++k) {
+            if (ROWS > 1) block.ahead.request(i / (VECS * WIDTH) * block.steps + k);
+            Vec left[VECS];
+#pragma GCC unroll 16
+            for (int v = 0; v < VECS; ++v) left[v] = load(w + k * TILE + i + v * WIDTH);
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r) {
+                const Vec right = broadcast(x[r * x_row + k]);
+#pragma GCC unroll 16
+                for (int v = 0; v < VECS; ++v) sums[r][v] += left[v] * right;
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 16
+            for (int v = 0; v < VECS; ++v) store(out.y + r * out.row + i + v * WIDTH, sums[r][v]);
+    }
+}
+
+// Whether the processor multiplies pairs. One with a matrix unit does not round many rows, so neither few.
+inline bool multiplies_bfloat16_pairs() {
+#if defined(UNROLLED_BFLOAT16_PAIRS)
+    static const bool available = __builtin_cpu_supports("avx512bf16") && !amx_available();
+    return available;
+#else
+    return false;
+#endif
+}
+
+#if defined(UNROLLED_BFLOAT16_PAIRS)
+// The same for bfloat16 numbers.
+template <int ROWS>
+UNROLLED_BFLOAT16_PAIRS void multiply_bfloat16_pairs(const Block& block, const uint16_t* x, Int x_row,
+                                                     const TileOutput& out) {
+    constexpr int VECS = vecs_for(ROWS);
+    for (Int i = 0; i < TILE; i += VECS * WIDTH) {
+        __m512 sums[ROWS][VECS];
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; ++v) sums[r][v] = (__m512)block.begin(out, r, i + v * WIDTH);
+        for (Int k = 0; k < block.steps; ++k) {
+            if (ROWS > 1) block.ahead.request(i / (VECS * WIDTH) * block.steps + k);
+            __m512bh left[VECS];
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; ++v)
+                left[v] = (__m512bh)_mm512_loadu_si512(block.weights + k * STEP_BYTES + 4 * (i + v * WIDTH));
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r) {
+                int32_t pair;
+                std::memcpy(&pair, x + r * x_row + 2 * k, 4);
+                const __m512bh right = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+                for (int v = 0; v < VECS; ++v) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], left[v], right);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; ++v) store(out.y + r * out.row + i + v * WIDTH, (Vec)sums[r][v]);
+    }
+}
+#endif
+
+// Multiplies `rows` rows by the tiles [first, last), of `steps` steps each. `multiply(count, block, step,
+// row, out)` does so for `count` rows from number `row` on, and the steps of a block from number `step` on.
+// `next` is read after the last tile.
+template <typename Multiply>
+inline void multiply_in_blocks(const Packed& w, Int steps, Int first, Int last, Int rows, float* y, Int y_row,
+                               const void* next, Multiply&& multiply) {
+    constexpr Int DEPTH = 64;
+    const Int groups = ceil_div(rows, TILE_ROWS);
+    for (Int tile = first; tile < last; ++tile)
+        for (Int k = 0; k < steps; k += DEPTH) {
+            const Int n = min(DEPTH, steps - k);
+            const char *tile_begin = (const char*)w.weights + tile * tile_bytes(w),
+                       *begin = tile_begin + k * STEP_BYTES,
+                       *tile_end = tile + 1 < last ? tile_begin + tile_bytes(w) : (const char*)next,
+                       *ahead = k + DEPTH < steps ? begin + DEPTH * STEP_BYTES : tile_end;
+            for (Int g = 0; g < groups; ++g) {
+                const Int r = rows * g / groups, end = rows * (g + 1) / groups;
+                const TileOutput out = tile_output(w, tile, y + r * y_row, y_row);
+                with_rows(end - r, [&](auto count) {
+                    constexpr Int PASSES = TILE / (vecs_for(decltype(count)::value) * WIDTH);
+                    const Ahead share{ahead + g * (n * STEP_BYTES / groups),
+                                      STEP_BYTES / LINE * 256 / (groups * PASSES)};
+                    multiply(count, Block{begin, n, k == 0, share}, k, r, out);
+                });
+            }
+        }
+}
+
+inline void multiply_float32_tiles(const Packed& w, Int first, Int last, const PackedRows& x, Int rows,
+                                   float* y, Int y_row, const void* next) {
+    multiply_in_blocks(w, w.inputs, first, last, rows, y, y_row, next,
+                       [&](auto count, const Block& block, Int step, Int r, const TileOutput& out) {
+                           multiply_float32<decltype(count)::value>(block, x.x + r * x.row + step, x.row,
+                                                                    out);
+                       });
+}
+
+#if defined(UNROLLED_BFLOAT16_PAIRS)
+// `x.high` has the rounded rows.
+inline void multiply_bfloat16_tiles(const Packed& w, Int first, Int last, const PackedRows& x, Int rows,
+                                    float* y, Int y_row, const void* next) {
+    const uint16_t* numbers = (const uint16_t*)x.high;
+    const Int row = x.bytes / 2;
+    multiply_in_blocks(w, ceil_div(w.inputs, 2), first, last, rows, y, y_row, next,
+                       [&](auto count, const Block& block, Int step, Int r, const TileOutput& out) {
+                           multiply_bfloat16_pairs<decltype(count)::value>(
+                               block, numbers + r * row + 2 * step, row, out);
+                       });
+}
+#endif
+
+}  // namespace UNROLLED_ISA
