@@ -1,4 +1,4 @@
-"""Write what follows from the files of the registries: the tables in the README, and the stubs of `load`.
+"""Write what follows from other files: tables in the README, the page of claims, and the stubs of `load`.
 
 The stubs, `__init__.pyi` beside each registry, tell editors the class that a literal name loads.
 """
@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from unrolled import alignment, attention, recurrent
+from unrolled.cli import _claims
 from unrolled.cli.list import cells_table, markdown_table
 
 ROOT = Path(__file__).parent.parent
@@ -28,6 +29,7 @@ def main() -> None:
             f"(<!-- {name} -->\\n).*?(\\n<!-- /{name} -->)", rf"\g<1>{table}\g<2>", text, flags=re.DOTALL
         )
     readme.write_text(text, encoding="utf-8")
+    (ROOT / "docs" / "guide" / "claims.md").write_text(_claims.page(), encoding="utf-8")
     for registry in REGISTRIES:
         path = Path(registry.__path__[0]) / "__init__.pyi"
         path.write_text(stub(registry), encoding="utf-8")

@@ -12,7 +12,7 @@ from experiments.test_definition import TINY
 from multi30k_files import write_multi30k
 
 from unrolled import experiments, training
-from unrolled.cli import _experiments
+from unrolled.cli import _claims, _experiments
 from unrolled.training import read_log
 
 REAL = {
@@ -173,8 +173,12 @@ def test_every_experiment_makes_two_steps(name: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.checkout
-def test_the_guide_has_the_table_of_all_experiments() -> None:
-    page = Path(__file__).parent.parent / "docs" / "guide" / "reproduce.md"
-    assert _experiments.summary() in page.read_text(encoding="utf-8"), (
-        "put the output of `python -c 'from unrolled.cli._experiments import summary; print(summary())'` there"
-    )
+def test_the_page_of_claims_is_that_of_the_results() -> None:
+    page = Path(__file__).parent.parent / "docs" / "guide" / "claims.md"
+    assert page.read_text(encoding="utf-8") == _claims.page(), "run `make format`"
+
+
+@pytest.mark.parametrize("name", experiments.names())
+def test_what_does_not_hold_is_explained(name: str) -> None:
+    found = experiments.obtained(name) or {"expectations": []}
+    assert all(x["held"] is not False for x in found["expectations"]) or _experiments.load(name).finding

@@ -23,7 +23,6 @@ from unrolled.training.checkpoint import fingerprint
 
 FIGURES = "figures.json"
 """In the folder of a run: what was measured when it had ended."""
-HELD = {True: "held", False: "not held", None: "not run"}
 
 
 def load(name: str) -> Experiment:
@@ -216,16 +215,3 @@ def _curve(run_dir: Path) -> dict[str, list[float]]:
     """Return the steps and the validation losses of a run."""
     lines = [line for line in training.read_log(run_dir / "log.jsonl") if line["event"] == "eval"]
     return {"step": [line["step"] for line in lines], "loss": [line["loss"] for line in lines]}
-
-
-def summary() -> str:
-    """Return a Markdown table of all experiments, with the results that come with the library."""
-    lines = []
-    for name in experiments.names():
-        experiment, found = load(name), experiments.obtained(name)
-        judged = {} if found is None else {x["text"]: x["held"] for x in found["expectations"]}
-        expected = [f"`{text}`: {HELD[judged.get(text)]}" for text in experiment.expect]
-        minutes = ", ".join(f"{scale} {budget:g}" for scale, budget in experiment.budget.items())
-        lines.append([f"`{name}`", f"{experiment.claim} {experiment.paper}", "<br>".join(expected), minutes])
-    header = ["experiment", "claim", "expected", "minutes of a core"]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *lines])

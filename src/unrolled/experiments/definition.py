@@ -13,7 +13,7 @@ SMOKE = "smoke"
 _KINDS = {
     **dict.fromkeys(("base", "contenders", "budget", "published", "sweep", "evaluate", "scales"), dict),
     **dict.fromkeys(("expect", "seeds"), list),
-    **dict.fromkeys(("claim", "paper", "horizontal"), str),
+    **dict.fromkeys(("claim", "paper", "horizontal", "finding"), str),
 }
 _TWO_STEPS = {"train.steps": 2, "train.seconds": None, "train.eval_batches": 1, "train.eval_every": 2}
 
@@ -61,6 +61,7 @@ class Experiment:
             the model where it needs no other weights.
         scales: by name, settings, `seeds` and `sweep` that differ; "full" by default is none.
         horizontal: of the plot, "step" or "seconds".
+        finding: what the results say, and why something does not hold, as far as it is known.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Experiment:
     evaluate: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     scales: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"full": {}})
     horizontal: str = "step"
+    finding: str = ""
 
     @property
     def expectations(self) -> list[Expectation]:

@@ -121,10 +121,10 @@ class Results:
     def to_json(self) -> dict[str, Any]:
         """Return all of it, for `results.json`."""
         experiment = self.experiment
-        header, lines = self.table()
+        tables = {"table": self.table()} | ({"tried": self.tried()} if experiment.sweep else {})
         return {
             "experiment": experiment.name,
-            "table": {"header": header, "lines": lines},
+            **{name: {"header": header, "lines": lines} for name, (header, lines) in tables.items()},
             "expectations": [verdict._asdict() for verdict in self.verdicts()],
             "runs": {
                 folder.as_posix(): {"settings": experiment.values(trial), **self.runs[folder]}

@@ -1,0 +1,68 @@
+"""The page of the documentation that tells which claims hold, by the results that come with the library."""
+
+from typing import Any
+
+from unrolled import experiments
+from unrolled.bench.report import table
+from unrolled.cli._experiment_report import TRIED
+from unrolled.cli._experiments import load
+from unrolled.experiments import Experiment
+
+HELD = {True: "held", False: "**not held**", None: "not known yet"}
+TEXT = """\
+# Which claims hold
+
+What [`unrolled reproduce NAME --scale full`](reproduce.md) found. An expectation is written down before the
+runs and never changed to fit them. Small models on one core of a CPU decide whether a claim holds here, not
+whether it holds at the sizes of the sources. Losses are in nats, with standard errors over the seeds.
+"""
+
+
+def page() -> str:
+    """Return the page, in Markdown."""
+    found = {name: experiments.obtained(name) for name in experiments.names()}
+    lines = [_line(load(name), results) for name, results in found.items()]
+    head = "| experiment | claim | expected | minutes of a core |\n| --- | --- | --- | ---: |"
+    sections = [_section(load(name), results) for name, results in found.items()]
+    return "\n".join([TEXT, head, *lines, "", *sections])
+
+
+def _line(experiment: Experiment, results: dict[str, Any] | None) -> str:
+    """Sum an experiment up in a line of a table."""
+    state = "not run"
+    if results is not None:
+        held = [x["held"] for x in results["expectations"]]
+        state = f"{held.count(True)} of {len(held)} held" if held else "measured"
+        if None in held:
+            state += f", {held.count(None)} not known yet"
+    minutes = f"{experiment.budget['full']:g}"
+    return f"| [{experiment.name}](#{experiment.name}) | {experiment.claim} | {state} | {minutes} |"
+
+
+def _section(experiment: Experiment, results: dict[str, Any] | None) -> str:
+    """Tell what an experiment expects and what was found."""
+    verdicts = {} if results is None else {x["text"]: x for x in results["expectations"]}
+    parts = [f"## {experiment.name}\n", f"{experiment.claim}\n", f"Source: {experiment.paper}.\n"]
+    if results is None:
+        parts.append("Not run at the scale `full` yet.\n")
+    else:
+        parts += [
+            table(**results["table"]),
+            "",
+            f"Measured on one core of: {results['machine']['processor']}.\n",
+        ]
+        if "tried" in results:
+            parts += [f"{TRIED}\n", table(**results["tried"]), ""]
+    for text in experiment.expect:
+        verdict = verdicts.get(text)
+        sides = "" if verdict is None or verdict["sides"] is None else _sides(verdict["sides"])
+        parts.append(f"- `{text}`" + (f": {HELD[verdict['held']]}{sides}" if verdict else ""))
+    if experiment.expect:
+        parts.append("")
+    if experiment.finding:
+        parts.append(f"{experiment.finding}\n")
+    return "\n".join(parts)
+
+
+def _sides(sides: list[float]) -> str:
+    return f" ({sides[0]:.4g} and {sides[1]:.4g})"
