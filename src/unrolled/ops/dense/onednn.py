@@ -7,6 +7,9 @@ thread, for 784 and 4,096 rows and widths of 256 to 1,024:
     Zen 5, y = x W^T                  236                       87 to 95         191 to 207
     Zen 5, gradient of x              236                       87 to 95         192 to 211
     Zen 5, gradient of W              236                       87 to 95         129 to 174
+    Zen 4, y = x W^T                  117                       85 to 104    103 to 111
+    Zen 4, gradient of x              117                       86 to 104    104 to 114
+    Zen 4, gradient of W              117                       91 to 102    85 to 102
     Xeon with AVX-512, y = x W^T      242                       170 to 200       116 to 202
     Xeon with AVX-512, gradient of x  242                       196 to 213       116 to 207
     Xeon with AVX-512, gradient of W  242                       179 to 197       108 to 181
