@@ -89,7 +89,7 @@ class _Means(ast.NodeTransformer):
 
     contenders: Collection[str]
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802  # as `ast` names it
+    def visit_Call(self, node: ast.Call) -> ast.AST:
         match node:
             case ast.Call(func=ast.Name(id="mean"), args=[ast.Name(id=measure)], keywords=[]):
                 terms = " + ".join(f"{measure}[{name!r}]" for name in self.contenders)
