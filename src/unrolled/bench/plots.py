@@ -52,14 +52,6 @@ class Line(NamedTuple):
     y: Sequence[float]
 
 
-def decorate(axes: Axes, title: str = "") -> None:
-    """Put a title above the left edge, draw a faint grid, and remove the top and right spines."""
-    if title:
-        axes.set_title(title, loc="left", fontsize=10)
-    axes.grid(color=LIGHT.faint, linewidth=0.5)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def png(figure: Figure, metadata: Mapping[str, str] | None = None) -> bytes:
     """Render a figure; `metadata` are text chunks of the file, such as `Software`."""
     file = BytesIO()
