@@ -20,12 +20,14 @@ REAL = {
     "cells": "wikitext2",
     "cifar-generation": "cifar10",
     "edited-reviews": "imdb",
+    "lra-text": "imdb",
+    "memory-questions": "babi",
     "mnist-generation": "mnist",
     "permuted-pixels": "mnist",
     "speech-ctc": "an4",
     "video-masks": "mnist",
 }
-TEXTS = ("lm-equal-time", "lm-small", "sparse-patterns")
+TEXTS = ("causal-mechanisms", "lm-equal-time", "lm-small", "recurrent-parameters", "sparse-patterns")
 
 
 @pytest.fixture

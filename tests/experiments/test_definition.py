@@ -26,7 +26,7 @@ TINY: dict[str, Any] = {
     "budget": {"quick": 1, "full": 2},
 }
 
-IN_FILES = ("text", "imdb", "mnist", "cifar10", "an4", "multi30k")
+IN_FILES = ("text", "babi", "imdb", "mnist", "cifar10", "an4", "multi30k")
 
 
 def tiny(**changes: Any) -> Experiment:
@@ -82,6 +82,10 @@ def test_a_contender_may_have_a_section_of_its_own():
         ({"paper": None}, "tiny.yaml has no paper, but must have base, budget, claim, contenders, paper"),
         ({"contenders": {}}, "contenders of tiny.yaml is {}, but must be a mapping that is not empty"),
         ({"seeds": 3}, "seeds of tiny.yaml is 3, but must be a list that is not empty"),
+        (
+            {"sweep": {"train.seed": [1, 2]}},
+            r"seeds of tiny is \[0, 1\], but must be a single one where train.seed is swept",
+        ),
         ({"horizontal": "time"}, "horizontal of tiny.yaml is 'time', but must be 'step' or 'seconds'"),
         ({"contenders": {"a": {"d_model": 3}}}, "a in contenders of tiny.yaml sets 'd_model', but must set"),
         ({"contenders": {"a": 3}}, "a in contenders of tiny.yaml is 3, but must be a mapping of settings"),

@@ -50,6 +50,14 @@ def test_what_is_not_measured_yet_is_not_judged():
     assert found.judge(lambda *place: 1.0) == (True, (0.5, 1.0))
 
 
+def test_a_mean_is_that_over_all_contenders():
+    found = Expectation.parse("abs(mean(loss) - 2) < 1", NAMES)
+    assert found.text == "abs(mean(loss) - 2) < 1"
+    assert found.judge(lambda *place: VALUES[place]) == (True, (0.125, 1.0))
+    some = {("loss", "linear", None): 1.5}
+    assert found.judge(lambda *place: some.get(place)) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -65,6 +73,8 @@ def test_what_is_not_measured_yet_is_not_judged():
         ("'a' < 'b'", "but must be made of numbers"),
         ("abs() < 1", "but must be made of numbers"),
         ("2 ** 9 < 1", "but must be made of numbers"),
+        ("mean(speed) < 1", "has .*speed.*, but must be made of numbers.* mean of a measure"),
+        ("mean(1) < 1", "but must be made of numbers"),
     ],
 )
 def test_anything_else_is_refused(text, message):

@@ -42,6 +42,19 @@ def test_the_best_swept_value_goes_on_with_the_other_seeds():
     assert results.mean("accuracy", "wide") is None
 
 
+def test_of_restarts_the_best_counts():
+    experiment = tiny(sweep={"train.seed": [0, 1, 2]}, seeds=None, expect=["mean(loss) < 0.6"])
+    runs = {}
+    results = Results(experiment, runs)
+    for name, losses in {"wide": (0.9, 0.5, 0.7), "narrow": (0.6, 0.8, 0.9)}.items():
+        for trial, loss in zip(results.trials(name), losses, strict=True):
+            assert experiment.values(trial)["train"]["seed"] == trial.swept["train.seed"]
+            runs[trial.folder] = figures(loss)
+    assert sorted(map(str, runs))[3:] == ["wide/seed=0", "wide/seed=1", "wide/seed=2"]
+    assert results.mean("loss", "wide") == (0.5, None)
+    assert [(x.held, x.sides) for x in results.verdicts()] == [(True, (0.55, 0.6))]
+
+
 def test_expectations_wait_for_every_run_that_they_need():
     runs = {}
     experiment = tiny()

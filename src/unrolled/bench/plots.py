@@ -1,6 +1,6 @@
 """The plots of a report. Importing this module needs matplotlib; its global state is not used."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from io import BytesIO
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -52,14 +52,6 @@ class Line(NamedTuple):
     y: Sequence[float]
 
 
-def decorate(axes: Axes, title: str = "") -> None:
-    """Put a title above the left edge, draw a faint grid, and remove the top and right spines."""
-    if title:
-        axes.set_title(title, loc="left", fontsize=10)
-    axes.grid(color=LIGHT.faint, linewidth=0.5)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def png(figure: Figure, metadata: Mapping[str, str] | None = None) -> bytes:
     """Render a figure; `metadata` are text chunks of the file, such as `Software`."""
     file = BytesIO()
@@ -107,11 +99,17 @@ def loss_curve(theme: Theme, train: Line, val: Line, best: tuple[float, float]) 
     return figure
 
 
+def _styles() -> Iterator[tuple[str, str, str]]:
+    """Yield a colour, a marker and dashes for each line; the first 24 differ."""
+    dashes = [kind for kind in ("-", "--", ":") for _ in MANY]
+    return zip(cycle(MANY), cycle("osD^vPX*"), cycle(dashes))
+
+
 def loss_curves(theme: Theme, title: str, lines: Sequence[Line], axis: str) -> Figure:
     """Draw losses against steps or seconds, with a legend, the line that ends highest first."""
     figure, axes = _axes(theme, title, (8, 4.2))
-    for line, colour, marker in zip(lines, cycle(MANY), cycle("osD^vPX*")):
-        axes.plot(line.x, line.y, color=colour, marker=marker, markersize=4, linewidth=1.6, label=line.name)
+    for line, (colour, marker, dashes) in zip(lines, _styles(), strict=False):
+        axes.plot(line.x, line.y, dashes, marker=marker, ms=4, lw=1.6, color=colour, label=line.name)
     axes.set_xlabel(axis)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     handles = sorted(axes.lines, key=lambda drawn: -float(np.asarray(drawn.get_ydata())[-1]))
@@ -146,8 +144,7 @@ def against_size(
     """
     figure, axes = _axes(theme, title, (8, 4.2))
     axes.set_yscale("log")
-    styles = zip(cycle(MANY), cycle("osD^vPX*"), cycle(["-"] * len(MANY) + ["--"] * len(MANY)))
-    for line, (colour, marker, dashes) in zip(lines, styles, strict=False):
+    for line, (colour, marker, dashes) in zip(lines, _styles(), strict=False):
         width = 2.6 if line.name in strong else 1.4
         axes.plot(
             line.x, line.y, dashes, marker=marker, ms=2 + width, lw=width, color=colour, label=line.name

@@ -10,6 +10,7 @@ from unrolled.experiments.expressions import Expectation
 
 SMOKE = "smoke"
 """The scale of tests: two steps of every contender."""
+SEED = "train.seed"
 _KINDS = {
     **dict.fromkeys(("base", "contenders", "budget", "published", "sweep", "evaluate", "scales"), dict),
     **dict.fromkeys(("expect", "seeds"), list),
@@ -35,10 +36,15 @@ class Trial:
     seed: int
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """What differs from the settings of the contender; a swept seed is the seed."""
+        return {**self.swept, SEED: self.swept.get(SEED, self.seed)}
+
+    @property
     def folder(self) -> Path:
         """Where it lies below the folder of the experiment, such as "linear/lr=0.001,seed=0"."""
-        parts = [f"{key.rpartition('.')[2]}={value}" for key, value in self.swept.items()]
-        return Path(self.contender, ",".join([*parts, f"seed={self.seed}"]))
+        parts = [f"{key.rpartition('.')[2]}={value}" for key, value in self.settings.items()]
+        return Path(self.contender, ",".join(parts))
 
 
 @dataclass(frozen=True)
@@ -55,8 +61,9 @@ class Experiment:
         expect: comparisons of what was measured; see `expressions.Expectation`.
         published: by contender, what the source reports, as text.
         sweep: settings with several values, each tried with the first seed; the value with the lowest
-            validation loss goes on with the others.
-        seeds: of `train.seed`.
+            validation loss goes on with the others. Values of `train.seed` are restarts, of which only the
+            best counts.
+        seeds: of `train.seed`; the mean over them counts.
         evaluate: further evaluations of the trained models, by name: settings that differ, of the data or of
             the model where it needs no other weights.
         scales: by name, settings, `seeds` and `sweep` that differ; "full" by default is none.
@@ -78,6 +85,12 @@ class Experiment:
     scales: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"full": {}})
     horizontal: str = "step"
     finding: str = ""
+
+    def __post_init__(self) -> None:
+        if SEED in self.sweep and len(self.seeds) > 1:
+            raise ValueError(
+                f"seeds of {self.name} is {list(self.seeds)}, but must be a single one where {SEED} is swept"
+            )
 
     @property
     def expectations(self) -> list[Expectation]:
@@ -108,7 +121,7 @@ class Experiment:
     def values(self, trial: Trial) -> dict[str, Any]:
         """Return the sections of the settings of a run."""
         found = merged(self.base, self.contenders[trial.contender])
-        return merged(found, {**trial.swept, "train.seed": trial.seed})
+        return merged(found, trial.settings)
 
     def sweeps(self, contender: str) -> Iterator[Trial]:
         """Yield the runs with the first seed, one for each choice of the swept settings."""

@@ -46,7 +46,7 @@ class Expectation:
     """A comparison of two sides.
 
     A side has numbers, + - * /, abs, min, max, and `measure["contender"]` or, of one of the further
-    evaluations, `measure["contender", "evaluation"]`.
+    evaluations, `measure["contender", "evaluation"]`; `mean(measure)` is the mean over all contenders.
     """
 
     text: str
@@ -69,6 +69,7 @@ class Expectation:
             raise ValueError(f"the expectation {text!r} is no comparison: {error.msg}") from error
         if not isinstance(found, ast.Compare) or len(found.ops) != 1 or type(found.ops[0]) not in COMPARE:
             raise ValueError(f"the expectation {text!r} must compare two sides by <, <=, > or >=")
+        found = _Means(contenders).visit(found)
         for side in (found.left, found.comparators[0]):
             _check(side, text, contenders, evaluations)
         return cls(str(text), found.left, type(found.ops[0]), found.comparators[0])
@@ -80,6 +81,20 @@ class Expectation:
         except _UnknownError:
             return None, None
         return COMPARE[self.relation](*sides), sides
+
+
+@dataclass
+class _Means(ast.NodeTransformer):
+    """Writes out `mean(measure)`: the sum over the contenders by their number."""
+
+    contenders: Collection[str]
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        match node:
+            case ast.Call(func=ast.Name(id="mean"), args=[ast.Name(id=measure)], keywords=[]):
+                terms = " + ".join(f"{measure}[{name!r}]" for name in self.contenders)
+                return ast.parse(f"({terms}) / {len(self.contenders)}", mode="eval").body
+        return self.generic_visit(node)
 
 
 def _check(node: ast.expr, text: str, contenders: Collection[str], evaluations: Collection[str]) -> None:
@@ -105,7 +120,8 @@ def _check(node: ast.expr, text: str, contenders: Collection[str], evaluations: 
         case _:
             raise ValueError(
                 f"the expectation {text!r} has {ast.unparse(node)!r}, but must be made of numbers, + - * /, "
-                f"{', '.join(FUNCTIONS)}, and {', '.join(MEASURES)} with a contender in brackets and quotes"
+                f"{', '.join(FUNCTIONS)}, mean of a measure, and {', '.join(MEASURES)} with a contender in "
+                "brackets and quotes"
             )
     for part in parts:
         _check(part, text, contenders, evaluations)
