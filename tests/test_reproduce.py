@@ -12,10 +12,12 @@ from experiments.test_definition import TINY
 from multi30k_files import write_multi30k
 
 from unrolled import experiments, training
-from unrolled.cli import _claims, _experiments
+from unrolled.cli import _claims, _experiment_report, _experiments
+from unrolled.experiments import Results, made_of
 from unrolled.training import read_log
 
 REAL = {
+    "attention-spectra": "imdb",
     "bigbird-blocks": "imdb",
     "cells": "wikitext2",
     "cifar-generation": "cifar10",
@@ -27,7 +29,14 @@ REAL = {
     "speech-ctc": "an4",
     "video-masks": "mnist",
 }
-TEXTS = ("causal-mechanisms", "lm-equal-time", "lm-small", "recurrent-parameters", "sparse-patterns")
+TEXTS = (
+    "causal-mechanisms",
+    "lm-equal-time",
+    "lm-small",
+    "performer-features",
+    "recurrent-parameters",
+    "sparse-patterns",
+)
 
 
 @pytest.fixture
@@ -68,6 +77,22 @@ def test_an_experiment_is_run_and_reported(tiny: Path) -> None:
     assert "http" not in page.replace("http-equiv", "")
     assert (folder / "plot.png").exists() == ("data:image/png" in page)
     assert reproduce(tiny, "--table") in printed + "\n"
+
+
+def test_the_plot_may_be_of_the_further_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    plots = pytest.importorskip("unrolled.bench.plots")
+    drawn = []
+    monkeypatch.setattr(plots, "points", lambda *arguments: drawn.append(arguments))
+    monkeypatch.setattr(plots, "png", lambda figure, metadata: b"")
+    experiment = made_of(TINY | {"sweep": {"train.lr": [0.1]}, "horizontal": "evaluate"}, Path("tiny.yaml"))
+    runs = {
+        Path("wide", f"lr=0.1,seed={seed}"): {"loss": 1.0 + seed, "evaluations": {"longer": {"loss": 4.0}}}
+        for seed in experiment.seeds
+    }
+    _experiment_report.plot(Results(experiment, runs))
+    _, title, names, columns = drawn[0]
+    assert (title, names) == ("loss", ["narrow", "wide"])
+    assert columns == {"as trained": [None, (1.5, 0.5)], "longer": [None, (4.0, 0.0)]}
 
 
 def test_an_interrupted_experiment_goes_on(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,13 +86,21 @@ def test_a_contender_may_have_a_section_of_its_own():
             {"sweep": {"train.seed": [1, 2]}},
             r"seeds of tiny is \[0, 1\], but must be a single one where train.seed is swept",
         ),
-        ({"horizontal": "time"}, "horizontal of tiny.yaml is 'time', but must be 'step' or 'seconds'"),
+        ({"horizontal": "time"}, "horizontal of tiny.yaml is 'time', but must be 'step', 'seconds' or 'eval"),
+        (
+            {"horizontal": "evaluate", "evaluate": None, "expect": None},
+            "horizontal of tiny.yaml is 'evaluate', but must not be without further evaluations",
+        ),
         ({"contenders": {"a": {"d_model": 3}}}, "a in contenders of tiny.yaml sets 'd_model', but must set"),
         ({"contenders": {"a": 3}}, "a in contenders of tiny.yaml is 3, but must be a mapping of settings"),
         ({"scales": {"full": {"model": {}}}}, "full in scales of tiny.yaml sets 'model', but must set parts"),
         (
             {"evaluate": {"x": {"train.lr": 1}}},
-            "x in evaluate of tiny.yaml sets 'train.lr', but must set parts",
+            "x in evaluate of tiny.yaml sets 'train.lr', but must set parts of data and model, .* or spectrum",
+        ),
+        (
+            {"evaluate": {"x": {"spectrum": 0}}},
+            "spectrum of x in evaluate of tiny.yaml is 0, but must be a whole number of at least 1",
         ),
         (
             {"expect": ["loss['none'] < 1"]},

@@ -109,3 +109,21 @@ def test_bleu_stands_beside_that_of_longer_sentences():
         "contender": "wide", "train.lr": "0.001", "loss": "0.500", "loss, longer": "1.000",
         "bleu": "33.5", "bleu, longer": "21.0", "seconds": "2", "seeds": "1",
     }  # fmt: skip
+
+
+def test_a_measure_of_further_evaluations_only_is_in_the_table():
+    runs = {}
+    experiment = tiny(
+        seeds=[0],
+        evaluate={"layer 1": {"spectrum": 1}},
+        expect=['spectral_mass["wide", "layer 1"] > 0.9'],
+    )
+    results = Results(experiment, runs)
+    for trial in experiment.sweeps("wide"):
+        runs[trial.folder] = figures(0.5, evaluations={"layer 1": {"spectral_mass": 0.95}})
+    header, [line] = results.table()
+    assert dict(zip(header, line, strict=True)) == {
+        "contender": "wide", "train.lr": "0.001", "loss": "0.500", "seconds": "2",
+        "spectral mass, layer 1": "0.950", "seeds": "1",
+    }  # fmt: skip
+    assert [x.held for x in results.verdicts()] == [True]

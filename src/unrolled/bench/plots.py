@@ -118,6 +118,31 @@ def loss_curves(theme: Theme, title: str, lines: Sequence[Line], axis: str) -> F
     return figure
 
 
+def points(
+    theme: Theme,
+    title: str,
+    names: Sequence[str],
+    columns: Mapping[str, Sequence[tuple[float, float | None] | None]],
+) -> Figure:
+    """Draw values with their standard errors above the names of columns, in a column one for each of `names`.
+
+    An error may be None, and so may a value that is not known.
+    """
+    figure, axes = _axes(theme, title, (8, 4.2))
+    for i, (name, colour, marker) in enumerate(zip(names, cycle(MANY), cycle("osD^vPX*"))):
+        known = {x: column[i] or (np.nan, None) for x, column in enumerate(columns.values())}
+        axes.errorbar(
+            list(known),
+            [value for value, _ in known.values()],
+            [error or 0.0 for _, error in known.values()],
+            fmt=marker, color=colour, capsize=3, label=name,
+        )  # fmt: skip
+    axes.set_xticks(range(len(columns)), list(columns), rotation=30, ha="right")
+    text: Any = {"labelcolor": theme.ink, "fontsize": FONT_SIZE - 1.5}
+    figure.legend(loc="outside right upper", frameon=False, **text)
+    return figure
+
+
 def against_position(theme: Theme, title: str, lines: Sequence[Line], tick: Callable[[float], str]) -> Figure:
     """Draw lines against the position on logarithmic axes, with `tick` writing the values."""
     figure, axes = _axes(theme, title)

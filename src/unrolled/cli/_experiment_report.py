@@ -7,14 +7,18 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 from string import Template
+from typing import TYPE_CHECKING
 
 import torch
 
 from unrolled.bench.machine import processor
 from unrolled.bench.report import table
 from unrolled.cli._output import can_plot, software
-from unrolled.experiments import Results, Verdict
+from unrolled.experiments import BESIDE, Mean, Results, Verdict
 from unrolled.files import write_file
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TRIED = "Loss at each value that was tried, with the first seed:"
 HORIZONTAL = {"step": "training step", "seconds": "seconds of training"}
@@ -42,7 +46,30 @@ def machine() -> dict[str, str | int]:
 
 
 def plot(results: Results) -> bytes:
-    """Draw the validation loss of each contender that has ended, at its best settings with the first seed."""
+    """Draw what has ended: losses during training, or the further evaluations."""
+    from unrolled.bench import plots
+
+    of = evaluations if results.experiment.horizontal == "evaluate" else losses
+    return plots.png(of(results), software("reproduce"))
+
+
+def evaluations(results: Results) -> "Figure":
+    """Draw the means over the seeds, of the first measure that the table has of further evaluations."""
+    from unrolled.bench import plots
+
+    places, contenders = (None, *results.experiment.evaluate), results.experiment.contenders
+
+    def means(measure: str, at: str | None) -> list[Mean | None]:
+        return [results.mean(measure, name, at) for name in contenders]
+
+    measure = next(x for x in BESIDE if any(any(means(x, at)) for at in places[1:]))
+    known = {at or "as trained": found for at in places if any(found := means(measure, at))}
+    title = measure.replace("_", " ")
+    return plots.points(plots.LIGHT, title, list(contenders), known)
+
+
+def losses(results: Results) -> "Figure":
+    """Draw the validation loss of each contender, at its best settings with the first seed."""
     from unrolled.bench import plots
 
     experiment, lines = results.experiment, []
@@ -52,8 +79,7 @@ def plot(results: Results) -> bytes:
             curve = figures["curve"]
             unit = figures["seconds_per_step"] if experiment.horizontal == "seconds" else 1
             lines.append(plots.Line(name, [x * unit for x in curve["step"]], curve["loss"]))
-    figure = plots.loss_curves(plots.LIGHT, "validation loss", lines, HORIZONTAL[experiment.horizontal])
-    return plots.png(figure, software("reproduce"))
+    return plots.loss_curves(plots.LIGHT, "validation loss", lines, HORIZONTAL[experiment.horizontal])
 
 
 def page(results: Results, scale: str, picture: bytes | None) -> str:
@@ -66,9 +92,10 @@ def page(results: Results, scale: str, picture: bytes | None) -> str:
     image = ""
     if picture is not None:
         source = base64.b64encode(picture).decode()
-        image = f'<img alt="Validation losses during training" src="data:image/png;base64,{source}">'
+        image = f'<img alt="Plot of the results" src="data:image/png;base64,{source}">'
     tried = f"<p>{TRIED}</p>\n{_html(*results.tried())}" if experiment.sweep else ""
-    settings = json.dumps({"base": experiment.base, "contenders": experiment.contenders}, indent=1)
+    shown = ("base", "contenders", *(["evaluate"] if experiment.evaluate else []))
+    settings = json.dumps({x: getattr(experiment, x) for x in shown}, indent=1)
     return template.substitute(
         name=escape(experiment.name),
         scale=escape(scale),

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from unrolled import experiments, training
+from unrolled.bench.spectra import mean_mass
 from unrolled.cli import run_config
 from unrolled.cli._errors import error_rate
 from unrolled.cli._overlap import intersection_over_union
 from unrolled.cli._scores import count_splits
 from unrolled.cli.bleu import bleu
 from unrolled.decode import load_model
-from unrolled.experiments import Experiment, Figures, Results, Trial
+from unrolled.experiments import SPECTRUM, Experiment, Figures, Results, Trial
 from unrolled.files import read_object, write_file
 from unrolled.ops.random_features import Projection
 from unrolled.training.checkpoint import fingerprint
@@ -109,8 +110,7 @@ def _measured(
     result.raise_if_interrupted()
     model = load_model(run_dir).to(device).eval()
     evaluations = {
-        name: _evaluated(model, run_config.resolve(experiments.merged(values, changes)), name, changes)
-        for name, changes in experiment.evaluate.items()
+        name: _evaluated(model, values, name, changes) for name, changes in experiment.evaluate.items()
     }
     figures = {
         **_scores(model, run),
@@ -144,19 +144,24 @@ def _difference(run: run_config.Run, before: Figures, known_by: Mapping[str, Any
 
 
 def _evaluated(
-    model: Any, run: run_config.Run, name: str, changes: Mapping[str, Any]
+    model: Any, values: Mapping[str, Any], name: str, changes: Mapping[str, Any]
 ) -> dict[str, float | None]:
-    """Evaluate a trained model with other settings of the data or the model."""
-    if any(key.startswith("model.") for key in changes):
+    """Evaluate a trained model with other settings of the data or the model, or measure a layer of it."""
+    settings = dict(changes)
+    layer = settings.pop(SPECTRUM, None)
+    run = run_config.resolve(experiments.merged(values, settings))
+    if any(key.startswith("model.") for key in settings):
         model = _refilled(run, model, name)
-    return _scores(model, run)
+    if layer is None:
+        return _scores(model, run)
+    return {"spectral_mass": mean_mass(model, run.dataset, layer)}
 
 
 def _refilled(run: run_config.Run, trained: Any, name: str) -> Any:
     """Make the model of a run with the weights of a trained one.
 
-    Random rows that nobody trains, such as the rotations of Reformer, are the run's own where their number
-    differs.
+    Random rows that nobody trains, such as the rotations of Reformer, are the run's own where the trained
+    model has none, or another number of them.
 
     Raises:
         ValueError: the weights do not fit.
@@ -165,7 +170,7 @@ def _refilled(run: run_config.Run, trained: Any, name: str) -> Any:
     weights = trained.state_dict()
     for place, part in model.named_modules():
         rows = weights.get(f"{place}.weight")
-        if isinstance(part, Projection) and rows is not None and rows.shape != part.weight.shape:
+        if isinstance(part, Projection) and (rows is None or rows.shape != part.weight.shape):
             weights |= part.state_dict(prefix=f"{place}.")
     try:
         model.load_state_dict(weights)

@@ -8,13 +8,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from unrolled.experiments.definition import SMOKE, Experiment, Trial, made_of, merged
-from unrolled.experiments.results import Figures, Results, Verdict
+from unrolled.experiments.definition import SMOKE, SPECTRUM, Experiment, Trial, made_of, merged
+from unrolled.experiments.results import BESIDE, Figures, Mean, Results, Verdict
 
 __all__ = [
+    "BESIDE",
     "SMOKE",
+    "SPECTRUM",
     "Experiment",
     "Figures",
+    "Mean",
     "Results",
     "Trial",
     "Verdict",

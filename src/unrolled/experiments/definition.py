@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from unrolled.experiments.expressions import Expectation
+from unrolled.ops.options import at_least
 
 SMOKE = "smoke"
 """The scale of tests: two steps of every contender."""
 SEED = "train.seed"
+SPECTRUM = "spectrum"
+"""In a further evaluation: the layer whose attention matrices are measured."""
 _KINDS = {
     **dict.fromkeys(("base", "contenders", "budget", "published", "sweep", "evaluate", "scales"), dict),
     **dict.fromkeys(("expect", "seeds"), list),
@@ -65,9 +68,10 @@ class Experiment:
             best counts.
         seeds: of `train.seed`; the mean over them counts.
         evaluate: further evaluations of the trained models, by name: settings that differ, of the data or of
-            the model where it needs no other weights.
+            the model where it needs no other weights; or `spectrum`, the number of a layer, from 1, whose
+            attention matrices are measured (`spectral_mass`) in place of what the task has.
         scales: by name, settings, `seeds` and `sweep` that differ; "full" by default is none.
-        horizontal: of the plot, "step" or "seconds".
+        horizontal: of the plot, "step" or "seconds" of training, or "evaluate", the further evaluations.
         finding: what the results say, and why something does not hold, as far as it is known.
     """
 
@@ -169,10 +173,12 @@ def made_of(values: Mapping[str, Any], source: Path) -> Experiment:
     given = dict(values)
     given["contenders"] = {name: settings or {} for name, settings in values["contenders"].items()}
     given["scales"] = {name: settings or {} for name, settings in values.get("scales", {"full": {}}).items()}
-    if given.get("horizontal", "step") not in ("step", "seconds"):
+    if given.get("horizontal", "step") not in ("step", "seconds", "evaluate"):
         raise ValueError(
-            f"horizontal of {source} is {given['horizontal']!r}, but must be 'step' or 'seconds'"
+            f"horizontal of {source} is {given['horizontal']!r}, but must be 'step', 'seconds' or 'evaluate'"
         )
+    if given.get("horizontal") == "evaluate" and "evaluate" not in given:
+        raise ValueError(f"horizontal of {source} is 'evaluate', but must not be without further evaluations")
     for part in ("contenders", "scales", "evaluate"):
         for name, settings in given.get(part, {}).items():
             _check_settings(f"{name} in {part} of {source}", settings, part)
@@ -191,12 +197,15 @@ def _check_settings(what: str, settings: object, part: str) -> None:
     if not isinstance(settings, dict):
         raise ValueError(f"{what} is {settings!r}, but must be a mapping of settings like model.attention")
     sections = ("data", "model") if part == "evaluate" else ("data", "model", "train")
-    whole = {"contenders": sections, "scales": ("seeds", "sweep"), "evaluate": ()}[part]
+    whole = {"contenders": sections, "scales": ("seeds", "sweep"), "evaluate": (SPECTRUM,)}[part]
     for key in map(str, settings):
         section, _, name = key.partition(".")
         if not (section in sections and name) and key not in whole:
             raise ValueError(
                 f"{what} sets {key!r}, but must set parts of {', '.join(sections)}, like {sections[-1]}.seed"
                 if part != "evaluate"
-                else f"{what} sets {key!r}, but must set parts of data and model, like data.length"
+                else f"{what} sets {key!r}, but must set parts of data and model, like data.length, or "
+                f"{SPECTRUM}"
             )
+    if part == "evaluate" and SPECTRUM in settings:
+        at_least(1, f"{SPECTRUM} of {what}", settings[SPECTRUM])

@@ -12,6 +12,7 @@ MEASURES = (
     "error_rate",
     "iou",
     "bleu",
+    "spectral_mass",
     "bits",
     "perplexity",
     "seconds",

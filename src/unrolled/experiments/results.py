@@ -11,8 +11,12 @@ from unrolled.experiments.definition import Experiment, Trial
 from unrolled.experiments.expressions import MEASURES
 
 Figures = Mapping[str, Any]
-"""What was measured of a run: `MEASURES`, and under "evaluations" the loss and the accuracy of each further
-evaluation. What a task does not have is None."""
+"""What was measured of a run: `MEASURES`, and under "evaluations" those of each further evaluation. What it
+does not have is None or left out."""
+
+
+BESIDE = ("loss", "bleu", "spectral_mass")
+"""The measures of further evaluations that the table shows."""
 
 
 class Mean(NamedTuple):
@@ -87,12 +91,12 @@ class Results:
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return the header and a line for each contender that has ended."""
         experiment = self.experiment
-        shown = [x for x in MEASURES if any(self.mean(x, name) for name in experiment.contenders)]
-        columns: list[tuple[str, str, str | None]] = []
-        for measure in shown:
-            columns.append((measure.replace("_", " "), measure, None))
-            if measure in ("loss", "bleu"):
-                columns += [(f"{measure}, {name}", measure, name) for name in experiment.evaluate]
+        places = [(x, at) for x in MEASURES for at in (None, *(experiment.evaluate if x in BESIDE else ()))]
+        columns = [
+            (x.replace("_", " ") + ("" if at is None else f", {at}"), x, at)
+            for x, at in places
+            if any(self.mean(x, name, at) for name in experiment.contenders)
+        ]
         header = ["contender", *(["published"] if experiment.published else []), *experiment.sweep]
         lines = []
         for name in experiment.contenders:
