@@ -15,7 +15,7 @@ Figures = Mapping[str, Any]
 does not have is None or left out."""
 
 
-BESIDE = ("loss", "bleu", "spectral_mass")
+BESIDE = ("loss", "accuracy", "bleu", "spectral_mass")
 """The measures of further evaluations that the table shows."""
 
 
