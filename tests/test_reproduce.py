@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,24 @@ def test_a_run_is_known_by_its_settings_its_data_and_its_evaluations(tiny: Path)
     for key, name in (("batch", "first batch"), ("evaluate", "evaluate")):
         figures.write_text(json.dumps(json.loads(before) | {key: "another"}))
         assert f"a run with another {name} than" in error("reproduce", tiny, "--out", tiny.parent / "out")
+
+
+def test_runs_that_come_with_the_library_are_taken_over(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reproduce(tiny, "--only", "wide")
+    [*_, before] = (tiny.parent / "out").glob("tiny/*/results.json")
+    found = json.loads(before.read_text())
+    shutil.rmtree(before.parent)
+    monkeypatch.setattr(experiments, "obtained", lambda name: found if name == "tiny" else None)
+
+    assert "| wide | 0." in reproduce(tiny, "--shipped")
+    assert not (before.parent / "wide").exists()
+    assert (before.parent / "narrow").exists()
+    results = json.loads(before.read_text())
+    assert {x: y for x, y in results["runs"].items() if x.startswith("wide")} == found["runs"]
+
+    for figures in found["runs"].values():
+        figures["settings"]["model"]["d_model"] = 24
+    assert "| wide |" not in reproduce(tiny, "--shipped", "--table")
 
 
 def test_an_experiment_is_copied_and_listed(tmp_path: Path) -> None:

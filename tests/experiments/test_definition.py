@@ -135,6 +135,6 @@ def test_the_results_of_the_library_are_those_of_its_experiments(name):
     assert [(x.text, x.held) for x in results.verdicts()] == [
         (x["text"], x["held"]) for x in found["expectations"]
     ]
-    for contender in experiment.contenders:
-        for trial in results.trials(contender):
-            assert found["runs"][trial.folder.as_posix()]["settings"] == experiment.values(trial)
+    trials = {x.folder.as_posix(): x for name in experiment.contenders for x in results.trials(name)}
+    for folder, run in found["runs"].items():
+        assert run["settings"] == experiment.values(trials[folder])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from unrolled import experiments, training
+from unrolled.bench.machine import processor
 from unrolled.bench.spectra import mean_mass
 from unrolled.cli import run_config
 from unrolled.cli._errors import error_rate
@@ -40,16 +41,33 @@ def load(name: str) -> Experiment:
     return experiments.made_of(run_config.read(path, []), path)
 
 
-def ended(experiment: Experiment, folder: Path) -> Results:
-    """Collect the runs that have ended in a folder."""
+def ended(experiment: Experiment, folder: Path, *, shipped: bool = False) -> Results:
+    """Collect the runs that have ended in a folder; if `shipped`, also those that come with the library.
+
+    Of the latter only those count that have the settings and evaluations which the experiment has now.
+    """
     found: dict[Path, Figures] = {}
     results = Results(experiment, found)
+    others = (experiments.obtained(experiment.name) or {"runs": {}})["runs"] if shipped else {}
     for contender in experiment.contenders:
         for _ in range(2):  # the other seeds are known only after the sweep
             for trial in results.trials(contender):
-                if (folder / trial.folder / FIGURES).is_file():
+                other = others.get(trial.folder.as_posix())
+                if _has_ended(folder, trial):
                     found[trial.folder] = read_object(folder / trial.folder / FIGURES)
+                elif other is not None and _fits(experiment, trial, other):
+                    found[trial.folder] = other
     return results
+
+
+def _fits(experiment: Experiment, trial: Trial, figures: Figures) -> bool:
+    """Whether a run whose results come with the library is one of an experiment."""
+    evaluated = figures["evaluations"].keys() == experiment.evaluate.keys()
+    return evaluated and bool(figures["settings"] == experiment.values(trial))
+
+
+def _has_ended(folder: Path, trial: Trial) -> bool:
+    return (folder / trial.folder / FIGURES).is_file()
 
 
 def run(
@@ -59,20 +77,25 @@ def run(
     data_dir: Path | None,
     device: torch.device,
     on_end: Callable[[Results], object],
+    *,
+    shipped: bool = False,
 ) -> Results:
     """Train what is missing, contender by contender, and call `on_end` after each run.
+
+    `shipped` is as in `ended`.
 
     Raises:
         ValueError: a run in the folder has other settings or other data, or as `unrolled.training.train`.
         KeyboardInterrupt: on Ctrl-C; the same call goes on.
     """
-    results = ended(experiment, folder)
-    runs = dict(results.runs)
+    runs = dict(ended(experiment, folder, shipped=shipped).runs)
     results = Results(experiment, runs)
     for contender in contenders:
         for phase in (experiment.sweeps, results.seeds):
             for trial in phase(contender):
                 before = runs.get(trial.folder)
+                if before is not None and not _has_ended(folder, trial):
+                    continue  # it comes with the library
                 runs[trial.folder] = _measured(experiment, trial, folder, data_dir, device, before)
                 if before is None:
                     on_end(results)
@@ -121,6 +144,7 @@ def _measured(
         "evaluations": evaluations,
         "curve": _curve(run_dir),
         "date": time.strftime("%Y-%m-%d %H:%M:%S%z"),
+        "processor": processor(),
         **known_by,
     }
     write_file(run_dir / FIGURES, f"{json.dumps(figures, indent=1)}\n")

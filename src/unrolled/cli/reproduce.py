@@ -23,6 +23,9 @@ def reproduce(
         str | None, typer.Option(help="Names of contenders with commas between; others wait.")
     ] = None,
     table: Annotated[bool, typer.Option("--table", help="Train nothing: report what is there.")] = False,
+    shipped: Annotated[
+        bool, typer.Option("--shipped", help="Take over the runs whose results come with the library.")
+    ] = False,
     copy: Annotated[
         Path | None, typer.Option(help="Write the experiment to this .yaml file, to be changed and run.")
     ] = None,
@@ -43,18 +46,20 @@ def reproduce(
 
     Each run is an ordinary run folder below OUT/NAME/SCALE. Those that have ended are not trained again:
     repeat the command to go on after an interruption. Beside them are results.json, table.md, plot.png and
-    report.html.
+    report.html. `--shipped` also counts the runs whose results come with the library, so that other
+    contenders and seeds can be added to them.
     """
     from unrolled.cli import _experiments
     from unrolled.cli._device import choose
 
+    of_runs = {"--scale": scale, "--only": only, "--table": table or None, "--shipped": shipped or None}
     if name is None:
-        refuse({"--scale": scale, "--only": only, "--table": table or None, "--copy": copy}, "an experiment")
+        refuse(of_runs | {"--copy": copy}, "an experiment")
         _list(out)
         return
     experiment = _experiments.load(name)
     if copy is not None:
-        refuse({"--scale": scale, "--only": only, "--table": table or None}, "a run, but --copy makes none")
+        refuse(of_runs, "a run, but --copy makes none")
         _copy(name, copy, force)
         return
     scale = scale or next(iter(experiment.scales))
@@ -62,7 +67,7 @@ def reproduce(
     contenders = _chosen(experiment, only)
     folder = out / experiment.name / scale
     if table:
-        results = _experiments.ended(experiment, folder)
+        results = _experiments.ended(experiment, folder, shipped=shipped)
         if not results.runs:
             raise ValueError(f"no run of {experiment.name} has ended in {folder}: leave out --table")
     else:
@@ -70,7 +75,9 @@ def reproduce(
         def on_end(results: "Results") -> None:
             _write(results, scale, folder)
 
-        results = _experiments.run(experiment, folder, contenders, data_dir, choose(device), on_end)
+        results = _experiments.run(
+            experiment, folder, contenders, data_dir, choose(device), on_end, shipped=shipped
+        )
     _write(results, scale, folder)
     _tell(results)
     typer.echo(f"\nThe report: {folder / 'report.html'}")
