@@ -31,7 +31,8 @@ def spectral_mass(weights: Tensor) -> Tensor:
     """
     values: Tensor = torch.linalg.svdvals(weights.double())
     first = -(-values.shape[-1] // 4)
-    return values[..., :first].sum(-1) / values.sum(-1)
+    mass: Tensor = values[..., :first].sum(-1) / values.sum(-1)
+    return mass
 
 
 def attention_weights(model: nn.Module, layer: int, inputs: Tensor) -> Tensor:
