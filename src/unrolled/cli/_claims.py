@@ -46,10 +46,11 @@ def _section(experiment: Experiment, results: dict[str, Any] | None) -> str:
     if results is None:
         parts.append("Not run at the scale `full` yet.\n")
     else:
+        processors = {x.get("processor", results["machine"]["processor"]) for x in results["runs"].values()}
         parts += [
             table(**results["table"]),
             "",
-            f"Measured on one core of: {results['machine']['processor']}.\n",
+            f"On one core of {', '.join(sorted(processors))}.\n",
         ]
         if "tried" in results:
             parts += [f"{TRIED}\n", table(**results["tried"]), ""]
