@@ -224,6 +224,7 @@ OPTIONS = {
         "--scale": (["smoke"], ["none", ""]),
         "--only": (["linear"], ["none", "", ","]),
         "--table": FLAG,
+        "--shipped": FLAG,
         "--copy": ([], ["{world}/text.txt", "{world}/run/run.yaml"]),
         "--out": (["{out}"], ["{world}/text.txt"]),
         "--data-dir": (["{world}"], []),
