@@ -32,6 +32,7 @@ REAL = {
 }
 TEXTS = (
     "causal-mechanisms",
+    "learning-rates",
     "lm-equal-time",
     "lm-small",
     "performer-features",
