@@ -4,7 +4,7 @@ from typing import Any
 
 from unrolled import experiments
 from unrolled.bench.report import table
-from unrolled.cli._experiment_report import TRIED
+from unrolled.cli._experiment_report import TRIED, in_figures
 from unrolled.cli._experiments import load
 from unrolled.experiments import Experiment
 
@@ -20,10 +20,10 @@ whether it holds at the sizes of the sources. Losses are in nats, with standard 
 
 def page() -> str:
     """Return the page, in Markdown."""
-    found = {name: experiments.obtained(name) for name in experiments.names()}
-    lines = [_line(load(name), results) for name, results in found.items()]
+    found = [(load(name), experiments.obtained(name)) for name in experiments.names()]
+    lines = [_line(*each) for each in found]
     head = "| experiment | claim | expected | minutes of a core |\n| --- | --- | --- | ---: |"
-    sections = [_section(load(name), results) for name, results in found.items()]
+    sections = [_section(*each) for each in found]
     return "\n".join([TEXT, head, *lines, "", *sections])
 
 
@@ -56,14 +56,11 @@ def _section(experiment: Experiment, results: dict[str, Any] | None) -> str:
             parts += [f"{TRIED}\n", table(**results["tried"]), ""]
     for text in experiment.expect:
         verdict = verdicts.get(text)
-        sides = "" if verdict is None or verdict["sides"] is None else _sides(verdict["sides"])
-        parts.append(f"- `{text}`" + (f": {HELD[verdict['held']]}{sides}" if verdict else ""))
+        parts.append(
+            f"- `{text}`" + (f": {HELD[verdict['held']]}{in_figures(verdict['sides'])}" if verdict else "")
+        )
     if experiment.expect:
         parts.append("")
     if experiment.finding:
         parts.append(f"{experiment.finding}\n")
     return "\n".join(parts)
-
-
-def _sides(sides: list[float]) -> str:
-    return f" ({sides[0]:.4g} and {sides[1]:.4g})"

@@ -3,6 +3,7 @@
 import base64
 import json
 import platform
+from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -122,4 +123,9 @@ def told(verdict: Verdict) -> str:
     """Say in a line whether an expectation holds, with both sides."""
     text, held, sides = verdict
     said = {True: "held", False: "NOT HELD", None: "not known yet"}[held]
-    return f"{said}: {text}" + ("" if sides is None else f" ({sides[0]:.4g} and {sides[1]:.4g})")
+    return f"{said}: {text}{in_figures(sides)}"
+
+
+def in_figures(sides: Sequence[float] | None) -> str:
+    """Write the values of both sides of an expectation in brackets, if they are known."""
+    return "" if sides is None else f" ({sides[0]:.4g} and {sides[1]:.4g})"

@@ -61,8 +61,14 @@ def ended(experiment: Experiment, folder: Path, *, shipped: bool = False) -> Res
 
 
 def _fits(experiment: Experiment, trial: Trial, figures: Figures) -> bool:
-    """Whether a run whose results come with the library is one of an experiment."""
-    evaluated = figures["evaluations"].keys() == experiment.evaluate.keys()
+    """Whether a run whose results come with the library is one of an experiment.
+
+    Older results have only the names of their further evaluations.
+    """
+    evaluate = run_config.plain(dict(experiment.evaluate))
+    evaluated = (
+        figures["evaluations"].keys() == evaluate.keys() and figures.get("evaluate", evaluate) == evaluate
+    )
     return evaluated and bool(figures["settings"] == experiment.values(trial))
 
 
