@@ -38,6 +38,7 @@ TEXTS = (
     "performer-features",
     "recurrent-parameters",
     "sparse-patterns",
+    "war-and-peace",
 )
 
 

@@ -21,9 +21,11 @@ def put(path: Path, content: bytes = CONTENT) -> Path:
 
 
 @pytest.mark.parametrize("place", ["set/plain.txt", "plain.txt"])
-def test_a_file_is_found_in_its_folder_or_directly(tmp_path, place):
+def test_a_file_is_found_in_its_folder_or_directly_compressed_or_not(tmp_path, place):
     put(tmp_path / place)
     assert read_published(published(), tmp_path) == CONTENT
+    put(tmp_path / "compressed" / f"{place}.gz", gzip.compress(CONTENT))
+    assert read_published(published(), tmp_path / "compressed") == CONTENT
 
 
 def test_the_argument_goes_before_the_environment_and_that_before_the_cache(tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ from unrolled.files import write_file
 T = TypeVar("T")
 
 TIMEOUT = 30.0  # seconds without an answer before a download fails
+GZIP = b"\x1f\x8b"  # how a gzip file begins
 BAD_GZIP = (gzip.BadGzipFile, EOFError, zlib.error)
 BAD_ARCHIVE = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError)
 
@@ -33,10 +34,10 @@ class PublishedFile:
     """A file whose content is known.
 
     Attributes:
-        path: "folder/file" below the data folder; the file may also lie directly in the data folder.
+        path: "folder/file" below the data folder; the file may also lie directly in the data folder, and its
+            name may have `.gz` at the end.
         url: the official address.
-        sha256: of the content, uncompressed if the name ends in `.gz`, since recompression does not change
-            it.
+        sha256: of the content, uncompressed if it is a gzip file, since recompression does not change it.
     """
 
     path: str
@@ -61,7 +62,8 @@ def read_published(file: PublishedFile, data_dir: str | Path | None = None) -> b
     Raises:
         ValueError: the file is corrupt, or it is missing and cannot be downloaded or written.
     """
-    return load_published([file.path], file.url, partial(_verified, file=file), data_dir)
+    paths = [file.path] if file.path.endswith(".gz") else [file.path, f"{file.path}.gz"]
+    return load_published(paths, file.url, partial(_verified, file=file), data_dir)
 
 
 def load_published(
@@ -112,7 +114,8 @@ def read_file(path: str | Path) -> bytes:
     """
     path = Path(path).expanduser()
     try:
-        return _uncompressed(_read(path), path.name)
+        raw = _read(path)
+        return gzip.decompress(raw) if path.name.endswith(".gz") else raw
     except BAD_GZIP as error:
         raise ValueError(f"{path} cannot be uncompressed: {error}") from error
 
@@ -141,13 +144,9 @@ def _read(path: Path) -> bytes:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _uncompressed(raw: bytes, name: str) -> bytes:
-    return gzip.decompress(raw) if name.endswith(".gz") else raw
-
-
 def _verified(raw: bytes, file: PublishedFile) -> bytes:
     try:
-        content = _uncompressed(raw, file.path)
+        content = gzip.decompress(raw) if raw.startswith(GZIP) else raw
     except BAD_GZIP as error:
         raise ValueError(
             f"it cannot be uncompressed ({error}), and its content must have the sha256 {file.sha256}"

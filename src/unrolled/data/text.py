@@ -33,6 +33,12 @@ KNOWN = {
         "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
         "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
     ),
+    "war-and-peace": PublishedFile(
+        "warpeace/warpeace_input.txt",
+        "https://raw.githubusercontent.com/ZihanDai2005/PSTAT_160B_Final_Project/"
+        "d4c76b9190c3f9a187a4e961665c7fd8af2cadcc/data/warpeace_input.txt",
+        "cea8ccb6e581165e7b0988ab7e28cccc9447af1e0b1278ac8baeb8f359d9ce62",
+    ),
     "wikitext-2-valid": PublishedFile(
         "wikitext2/valid.txt",
         f"{WIKITEXT}/valid.txt",
@@ -58,7 +64,7 @@ class TextDataset(BaseDataset):
 
     Attributes:
         path: a file, decompressed if it ends in `.gz`, or one of the known names "tiny-shakespeare",
-            "wikitext-2-valid" and "wikitext-2-test".
+            "war-and-peace", "wikitext-2-valid" and "wikitext-2-test".
         level: "chars", "bytes", "bpe" (byte pairs), "words", where each sign such as a full stop is a word,
             or "blanks", where words are what stands between blanks, as in WikiText.
         length: tokens per window, T.
