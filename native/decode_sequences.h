@@ -136,11 +136,17 @@ inline void recur(const Instruction& x, const SequenceRow& s, Int group) {
         float& total = s.state[x.state + x.groups * R * (M + 1) + group];
         share = *rate, weight = total = total * *a.gates + share;
     }
-    for (Int r = 0; r < R; ++r) z[r] = z[r] * a.gates[r * a.step] + own[r] * share;
+    for (Int r = 0; r < R; r += WIDTH) {
+        const Int left = R - r;
+        const Vec gate = a.step ? load_first(a.gates + r, left) : broadcast(*a.gates);
+        store_first(z + r, left,
+                    load_first(z + r, left) * gate + load_first(own + r, left) * broadcast(share));
+    }
     for (Int p = 0; p < P; ++p) {
         const float* q = query(p, x.divisor_q);
-        float divisor = 0;
-        for (Int r = 0; r < R; ++r) divisor += q[r] * z[r];
+        Vec products{};
+        for (Int r = 0; r < R; r += WIDTH) products += load_first(q + r, R - r) * load_first(z + r, R - r);
+        float divisor = sum(products);
         if (__builtin_fabsf(divisor) < x.epsilon * weight)
             divisor = __builtin_copysignf(x.epsilon * weight, divisor);
         float* o = t.to(x) + (group * P + p) * M;

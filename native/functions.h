@@ -17,7 +17,7 @@ inline Vec gelu(Vec x) {
                                       0.126941517f,   0.126942664f};
     Vec p = broadcast(coefficients[0]);
     for (int i = 1; i < 10; ++i) p = p * t + broadcast(coefficients[i]);
-    const Vec tail = exp(Vec{} - z * z) * t * p;
+    const Vec tail = exp_of_negative(Vec{} - z * z) * t * p;
     return x * select(negative, tail, broadcast(1) - tail);
 }
 

@@ -49,17 +49,19 @@ struct PackedRows {
     }
 };
 
-// The largest absolute value of whole vectors; NaN if one of them is infinite or NaN.
+// The largest absolute value of whole vectors; NaN if one of them is infinite or NaN. Without their signs,
+// floats are in the order of their bits, and infinity and NaN are the last.
 inline float largest(const float* x, Int n) {
-    Vec most{}, none{};
+    constexpr int32_t INFINITE = 0x7f800000;
+    IntVec most{};
     for (Int i = 0; i < n; i += WIDTH) {
-        const Vec y = load(x + i);
-        most = max(most, select(y < Vec{}, Vec{} - y, y));
-        none += y * Vec{};
+        const IntVec size = (IntVec)load(x + i) & 0x7fffffff;
+        most = size > most ? size : most;
     }
-    float result = sum(none);
-    for (int i = 0; i < WIDTH; ++i) result = most[i] > result ? most[i] : result;
-    return result;
+    const int32_t bits = largest(most);
+    float result;
+    std::memcpy(&result, &bits, 4);
+    return bits < INFINITE ? result : __builtin_nanf("");
 }
 
 inline Vec round_to_integers(Vec x) { return (x + broadcast(12582912.0f)) - broadcast(12582912.0f); }

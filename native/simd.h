@@ -51,6 +51,17 @@ inline float sum(Vec x) {
     return pairs[0] + pairs[1];
 }
 
+inline int32_t largest(IntVec x) {
+    typedef int32_t Four __attribute__((vector_size(16)));
+    const auto larger = [](Four a, Four b) { return a > b ? a : b; };
+    Four parts[WIDTH / 4];
+    std::memcpy(parts, &x, sizeof x);
+    for (int n = WIDTH / 8; n; n /= 2)
+        for (int i = 0; i < n; ++i) parts[i] = larger(parts[i], parts[i + n]);
+    const Four pairs = larger(parts[0], __builtin_shufflevector(parts[0], parts[0], 2, 3, 0, 1));
+    return pairs[0] > pairs[1] ? pairs[0] : pairs[1];
+}
+
 // Doubles in a register, half as many as floats.
 constexpr int DOUBLES = WIDTH / 2;
 typedef double DoubleVec __attribute__((vector_size(WIDTH * 4)));

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from unrolled.contract import UnsupportedError
 from unrolled.decode.packing import PACKINGS, TILE, Packed, Rounding, Weights, check_packed, pack
+from unrolled.decode.pages import LargePages
 from unrolled.ops import native
 from unrolled.ops.dense import Linear
 
@@ -159,6 +160,7 @@ class Builder:
         self.roundings = roundings or {}
         self.names = {module: name for name, module in self.model.named_modules()}
         self.packed: dict[str, Packed] = {}
+        self._pages = LargePages()
         self._copies: dict[tuple[int, torch.dtype], Tensor] = {}
         self.width = self.state_size = self.widest = 0
         self._top = self._kept_below = 0  # the end of the values in use, and of those that stay
@@ -296,6 +298,7 @@ class Builder:
             form = least
         if self.given is None:
             packed = pack(weight, bias, form, self.roundings.get(name))
+            packed = packed._replace(tiles=self._pages.keep(packed.tiles))
         else:
             packed = check_packed(name, self.given.get(name), weight.shape, form, bias is not None)
         self.packed[name] = packed
