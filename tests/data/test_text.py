@@ -123,7 +123,10 @@ def test_evaluation_predicts_every_token_but_the_first_exactly_once(tmp_path_fac
         ({"val_fraction": "a"}, "val_fraction is 'a', but"),
         ({"length": 10}, "length is 10, but must be less than the 10 chars of the val part of .*file.txt"),
         ({"length": 95, "val_fraction": 0.05}, "length is 95, but must be less than the 95 chars of the tr"),
-        ({"path": "none"}, r"'none', which is neither a file nor a known text \(tiny-shakespeare, war-and-peace, wiki"),
+        (
+            {"path": "none"},
+            r"'none', which is neither a file nor a known text \(tiny-shakespeare, war-and-peace, wiki",
+        ),
         ({"path": "."}, "path is '.', which is neither a file"),
     ],
 )

@@ -102,13 +102,13 @@ def test_an_interrupt_is_noticed_between_blocks(monkeypatch):
     assert len(drawn) == 1
 
 
-def test_blocks_grow_until_they_take_a_while(monkeypatch):
-    monkeypatch.setattr(loop, "BLOCK_SECONDS", 60)
+@pytest.mark.parametrize("seconds, expected", [(60, [1, 49]), (1e-9, [1] * 50)])
+def test_after_one_token_blocks_are_as_long_as_their_time_allows(monkeypatch, seconds, expected):
+    monkeypatch.setattr(loop, "BLOCK_SECONDS", seconds)
     asked, draw = [], Batch.draw
     monkeypatch.setattr(Batch, "draw", lambda self, n: (asked.append(n), draw(self, n)))
     plan(decoder()).generate([[1]], 50)
-    assert asked[:4] == [1, 2, 4, 8]
-    assert sum(asked) == 50
+    assert asked == expected
 
 
 class Watching(TorchDispatchMode):

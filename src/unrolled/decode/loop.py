@@ -30,11 +30,11 @@ def run(plan: "Plan", request: Request, on_token: OnToken | None) -> list[Tensor
         batch.start(row, of_row, Drawing(request.sampling, key, request.limit, request.stops, used))
     while (active := batch.active).any():
         before, began = batch.length.clone(), time.perf_counter()
-        batch.draw(min(block, request.limit - int(before[active].min())))
+        steps = min(block, request.limit - int(before[active].min()))
+        batch.draw(steps)
         for row in batch.failed():
             raise ValueError(batch.reason(row))
-        if time.perf_counter() - began < BLOCK_SECONDS / 2:
-            block *= 2
+        block = max(1, int(BLOCK_SECONDS * steps / (time.perf_counter() - began)))
         if on_token is not None:
             _report(batch, before, on_token)
     return [batch.tokens(row).clone() for row in range(rows)]
