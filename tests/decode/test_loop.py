@@ -102,7 +102,7 @@ def test_an_interrupt_is_noticed_between_blocks(monkeypatch):
     assert len(drawn) == 1
 
 
-@pytest.mark.parametrize("seconds, expected", [(60, [1, 49]), (1e-9, [1] * 50)])
+@pytest.mark.parametrize(("seconds", "expected"), [(60, [1, 49]), (1e-9, [1] * 50)])
 def test_after_one_token_blocks_are_as_long_as_their_time_allows(monkeypatch, seconds, expected):
     monkeypatch.setattr(loop, "BLOCK_SECONDS", seconds)
     asked, draw = [], Batch.draw
