@@ -8,9 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from unrolled.ops import native as kernels
+from unrolled.ops import processor
 from unrolled.ops import state as states
+from unrolled.ops.dispatch import prefer
 from unrolled.ops.softmax import empty_cache, softmax_attention, softmax_prefill, softmax_step
 from unrolled.ops.softmax.cache import RECENT
+from unrolled.ops.window import native
+
+needs_kernels = pytest.mark.skipif(not kernels.available(), reason=str(kernels.missing()))
 
 
 def definition(q, k, v, allowed: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -44,10 +50,14 @@ def leaves(B, T, S, H, G, seed=0):
     causal=st.booleans(),
     padded=st.booleans(),
     mask=st.sampled_from(["none", "boolean", "additive"]),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
     seed=st.integers(0, 99),
 )
-def test_equals_the_definition(T, S, heads, causal, padded, mask, seed):
-    q, k, v = leaves(2, T, S, *heads, seed)
+def test_equals_the_definition(T, S, heads, causal, padded, mask, dtype, seed):
+    inputs = [x.detach().to(dtype).requires_grad_() for x in leaves(2, T, S, *heads, seed)]
+    q, k, v = (x.detach().double().requires_grad_() for x in inputs)
+    tolerance = {torch.float64: 1e-11, torch.float32: 1e-5}[dtype]
+    near = {"rtol": tolerance, "atol": tolerance, "check_dtype": False}
     generator = torch.Generator().manual_seed(seed)
     allowed, arguments, bias = torch.ones(1, 1, T, S, dtype=torch.bool), {}, None
     if causal:
@@ -61,17 +71,17 @@ def test_equals_the_definition(T, S, heads, causal, padded, mask, seed):
     if mask == "additive":
         bias = torch.randn(T, S, generator=generator, dtype=torch.float64)
         arguments["attn_mask"] = bias
-    found = softmax_attention(q, k, v, causal=causal, **arguments)
+    found = softmax_attention(*inputs, causal=causal, **arguments)
     expected = definition(q, k, v, allowed, bias)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, expected, **near)
     weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
-    found_gradients = torch.autograd.grad((found * weights).sum(), (q, k, v))
+    found_gradients = torch.autograd.grad((found * weights).sum(), inputs)
     expected_gradients = [torch.zeros_like(x) for x in (q, k, v)]
     if expected.requires_grad:  # some pair was allowed
         total = (expected * weights).sum()
         expected_gradients = torch.autograd.grad(total, (q, k, v), allow_unused=True, materialize_grads=True)
     for x, y in zip(found_gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(x, y, **near)
 
 
 @pytest.mark.parametrize("padded", [True, False])
@@ -127,8 +137,51 @@ def test_torchs_kernels_can_be_chosen_and_agree():
     q, k, v = (x.detach() for x in leaves(2, 9, 9, 2, 2))
     found = [softmax_attention(q, k, v[..., :3], causal=True, backend=name) for name in ("flash", "math")]
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
-    with pytest.raises(ValueError, match="backend is 'cuda', but must be None or one of math, flash"):
+    with pytest.raises(ValueError, match="backend is 'cuda', but must be None or one of native, math, flash"):
         softmax_attention(q, k, v, backend="cuda")
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masks", ["none", "padding", "packed"])
+def test_the_native_kernels_agree_with_the_definition(dtype, causal, masks):
+    T, S = (13, 13) if masks == "packed" else (9, 13)
+    B = 1 if masks == "packed" else 3
+    exact = leaves(B, T, S, 4, 2)
+    options: dict[str, object] = {"causal": causal}
+    if masks == "padding":
+        options["key_padding_mask"] = torch.arange(S) >= torch.tensor([[S], [5], [0]])
+    if masks == "packed":
+        options["cu_seqlens"] = torch.tensor([0, 4, 4, 13], dtype=torch.int32)
+    narrow = [x.detach().to(dtype).requires_grad_() for x in exact]
+    rounded = [x.detach().double().requires_grad_() for x in narrow]
+    found, expected = softmax_attention(*narrow, **options), softmax_attention(*rounded, **options)
+    assert torch.equal(found, softmax_attention(*narrow, backend="native", **options))
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    near = {"rtol": tolerance, "atol": tolerance, "check_dtype": False}
+    torch.testing.assert_close(found, expected, **near)
+    gradients = [
+        torch.autograd.grad(o.double().square().sum(), x) for o, x in ((found, narrow), (expected, rounded))
+    ]
+    torch.testing.assert_close(*gradients, **near)
+
+
+@needs_kernels
+def test_what_the_native_kernels_cannot_do_is_left_to_torch(monkeypatch):
+    q, k, v = (x.detach().float() for x in leaves(2, 9, 9, 2, 2))
+    seen = []
+    monkeypatch.setattr(native, "forward", lambda *x, run=native.forward: (seen.append(x), run(*x))[1])
+    mask = torch.ones(9, 9, dtype=torch.bool)
+    softmax_attention(q, k, v, attn_mask=mask)
+    softmax_attention(q.double(), k.double(), v.double())
+    with pytest.raises(ValueError, match="backend is 'native', which has no attn_mask"):
+        softmax_attention(q, k, v, attn_mask=mask, backend="native")
+    monkeypatch.setattr(processor, "description", lambda: "flags : amx_bf16")
+    softmax_attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
+    assert not seen
+    softmax_attention(q, k, v)
+    assert len(seen) == 1
 
 
 def test_an_ordinary_gradient_is_that_of_the_fused_kernel():
@@ -138,7 +191,8 @@ def test_an_ordinary_gradient_is_that_of_the_fused_kernel():
         *(y.transpose(1, 2) for y in x), is_causal=True
     ).transpose(1, 2)
     expected = torch.autograd.grad(fused.square().sum(), x)
-    loss = softmax_attention(q, k, v, causal=True).square().sum()
+    with prefer("plain"):
+        loss = softmax_attention(q, k, v, causal=True).square().sum()
     found = torch.autograd.grad(loss, x, retain_graph=True)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     again = torch.autograd.grad(loss, x, create_graph=True)

@@ -19,3 +19,8 @@ def description() -> str:
 def multiplies_bf16() -> bool:
     """Whether products of bfloat16 matrices are faster than in fp32: on a GPU, or a CPU made for them."""
     return torch.cuda.is_available() or not _BF16_FLAGS.isdisjoint(description().split())
+
+
+def has_matrix_unit() -> bool:
+    """Whether a CPU multiplies bfloat16 matrices in a unit of its own (AMX)."""
+    return "amx_bf16" in description().split()
