@@ -68,6 +68,30 @@ def test_a_batch_is_cut_padded_and_labelled(folder):
     assert not batch.inputs[batch.key_padding_mask].any()
 
 
+def test_words_are_known_by_how_often_they_occur(folder):
+    dataset = ImdbDataset(level="words", length=8, data_dir=folder)
+    assert dataset.vocab_size == 7  # "train", "neg", "pos", three digits, and any other
+    assert ImdbDataset(level="words", length=8, vocab_size=3, data_dir=folder).vocab_size == 3
+    vocabulary = dataset.vocabulary
+    batch = dataset.batch("train", step=0, batch_size=6, seed=0)
+    assert batch.inputs.shape == (6, 8)
+    found = {
+        vocabulary.decode(row[~padding])
+        for row, padding in zip(batch.inputs, batch.key_padding_mask, strict=True)
+    }
+    assert found == {
+        " ".join(text.decode().split()[:8]) for name, text in REVIEWS.items() if "/train/" in name
+    }
+    (words, *_) = dataset.eval_batches(1)
+    assert vocabulary.decode(words.inputs[0]).split()[0] == "<unk>"  # "test" is not in the training reviews
+
+
+def test_bytes_have_no_other_number_of_ids(folder):
+    assert ImdbDataset(vocab_size=256, data_dir=folder).vocab_size == 256
+    with pytest.raises(ValueError, match="vocab_size is 300, but must be left out with level='bytes'"):
+        ImdbDataset(vocab_size=300, data_dir=folder)
+
+
 def test_the_validation_order_is_mixed_and_never_changes(folder):
     first, second = (
         [batch.targets for batch in ImdbDataset(data_dir=folder).eval_batches(4)] for _ in range(2)

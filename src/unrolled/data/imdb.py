@@ -1,10 +1,11 @@
-"""IMDb: 50,000 film reviews, positive or negative, read as bytes (Maas et al. 2011)."""
+"""IMDb: 50,000 film reviews, positive or negative, read as bytes or words (Maas et al. 2011)."""
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -15,12 +16,15 @@ from unrolled.data._base import Task
 from unrolled.data._files import load_published, read_archive
 from unrolled.data._images import EpochDataset
 from unrolled.data._padding import padded
+from unrolled.data._tokenizer import TextTokenizer
+from unrolled.data._vocabulary import Vocabulary
 from unrolled.fields import Fraction, Size
 
 URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
 PATHS = ["imdb/aclImdb_v1.tar.gz", "imdb/aclImdb_labelled.tar.xz"]  # the second has labelled reviews only
 SHA256 = "547855a64e4712ecaf791b9e6e84adbd8aee292dcf559cba9c7f1852ee7bec3d"  # of the reviews, as hashed below
 REVIEW = re.compile(r"(?:.*/)?(train|test)/(pos|neg)/(\d+)_\d+\.txt")
+WORDS_KNOWN = 8_000
 SPLITS: dict[str, Split] = {"train": "train", "test": "val"}
 
 Reviews = dict[Split, list[tuple[int, bytes]]]
@@ -31,15 +35,18 @@ Reviews = dict[Split, list[tuple[int, bytes]]]
 class ImdbDataset(EpochDataset):
     """25,000 reviews to train on, validated on the 25,000 of the official test part; one label for each.
 
-    A review is cut off after `length` bytes, as in the long-range arena (Tay et al. 2020, arXiv 2011.04006,
-    section 2.2.2); a shorter one is padded at its end to the longest of its batch. The validation set is in a
-    fixed random order, so that its first batches are a fair sample.
+    A review is cut off after `length` tokens, as in the long-range arena (Tay et al. 2020, arXiv 2011.04006,
+    section 2.2.2), whose tokens are bytes; a shorter one is padded at its end to the longest of its batch.
+    The validation set is in a fixed random order, so that its first batches are a fair sample.
 
     Words of the validation set can be left out or put in at random, always the same ones, in order to measure
     how a model that was trained on whole reviews bears it.
 
     Attributes:
-        length: bytes per review at most.
+        length: tokens per review at most.
+        level: "bytes" or "words", where a sign such as a full stop is a word too.
+        vocab_size: the most frequent words of the training reviews that are known, with one id for all others
+            8,000 by default; then the number of ids.
         val_size: how many reviews to validate on, 25,000 at most.
         deleted: share of the words of a validation review that are left out.
         inserted: for each word that is left, the probability that a word of the same review, drawn at random,
@@ -51,13 +58,14 @@ class ImdbDataset(EpochDataset):
     """
 
     length: Size = 1024
+    level: Literal["bytes", "words"] = "bytes"
+    vocab_size: Size | None = None
     val_size: Size = 25_000
     deleted: Fraction = 0.0
     inserted: Fraction = 0.0
     data_dir: str | Path | None = None
 
     task: ClassVar[Task] = "labels"
-    vocab_size: ClassVar[int] = 256
     n_classes: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
@@ -65,6 +73,20 @@ class ImdbDataset(EpochDataset):
         self._reviews = load_published(PATHS, URL, read_reviews, self.data_dir)
         order = np.random.default_rng(0).permutation(len(self._reviews["val"]))
         self._reviews["val"] = [self._edited(int(i)) for i in order[: self.val_size]]
+        self.text_tokenizer: TextTokenizer | None = None
+        if self.level == "words":
+            texts = (_text(review) for _, review in self._reviews["train"])
+            self.text_tokenizer = TextTokenizer.learn_words(texts, vocab_size=self.vocab_size or WORDS_KNOWN)
+        elif self.vocab_size not in (None, 256):
+            raise ValueError(f"vocab_size is {self.vocab_size}, but must be left out with level='bytes'")
+        self.vocab_size = 256 if self.text_tokenizer is None else len(self.text_tokenizer)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The bytes or words."""
+        if self.text_tokenizer is None:
+            return super().vocabulary
+        return Vocabulary("tokenizer", tokenizer=self.text_tokenizer.to_json(), data=self.name)
 
     def _edited(self, review: int) -> tuple[int, bytes]:
         """Return the label and the text of a validation review, words left out and put in."""
@@ -86,9 +108,15 @@ class ImdbDataset(EpochDataset):
 
     def _rows(self, split: Split, rows: Tensor) -> Batch:
         reviews = [self._reviews[split][i] for i in rows]
-        texts = [text[: self.length] for _, text in reviews]
-        inputs, padding = padded(texts)
+        inputs, padding = padded([self._ids(review)[: self.length] for _, review in reviews])
         return Batch(inputs, torch.tensor([label for label, _ in reviews]), padding)
+
+    def _ids(self, review: bytes) -> Sequence[int]:
+        return review if self.text_tokenizer is None else self.text_tokenizer.encode_piece(_text(review))
+
+
+def _text(review: bytes) -> str:
+    return review.decode(errors="replace")
 
 
 def read_reviews(archive: bytes) -> Reviews:
