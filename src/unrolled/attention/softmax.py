@@ -7,8 +7,8 @@ values so far.
 
 Vaswani et al. 2017, "Attention Is All You Need", arXiv 1706.03762, eq. 1 and section 3.2.
 
-Cost per head: time O(T^2 (D+M)); memory O(T) in the C++ kernels of a CPU and where one of torch's fused kernels
-fits, else O(T^2), as with an `attn_mask`; time and state O(T (D+M)) per generated token.
+Cost per head: time O(T^2 (D+M)); memory O(T) in the C++ kernels of a CPU and where one of torch's fused
+kernels fits, else O(T^2), as with an `attn_mask`; time and state O(T (D+M)) per generated token.
 Cannot: generate at a constant cost. Its state grows with every token.
 
 With `rotary`, queries and keys are rotated by their positions (RoFormer, arXiv 2104.09864, eq. 34), and the
