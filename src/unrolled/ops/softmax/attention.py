@@ -3,9 +3,9 @@
 o_i = sum_j softmax_j(scale q_i . k_j) v_j        Vaswani et al. 2017 (arXiv 1706.03762), eq. 1
 
 On a CPU the C++ kernels of window attention compute it, as a window without bounds. With gradients, on a
-Zen 4, 8 causal sequences of 256 tokens, 4 heads of 32, take half the time of torch's kernel in fp32 and a third
-in bf16; 128 sequences of 18 tokens in bf16 take a ninth. torch's kernels compute it on other devices, with
-other masks, in fp64, and in 16 bits on processors that have a matrix unit for them.
+Zen 4, 8 causal sequences of 256 tokens, 4 heads of 32, take half the time of torch's kernel in fp32 and a
+third in bf16; 128 sequences of 18 tokens in bf16 take a ninth. torch's kernels compute it on other devices,
+with other masks, in fp64, and in 16 bits on processors that have a matrix unit for them.
 """
 
 from contextlib import nullcontext
