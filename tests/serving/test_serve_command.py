@@ -63,6 +63,42 @@ def test_a_run_is_served_and_its_states_outlive_the_process(folder: Path) -> Non
     assert whole["choices"][0]["text"].replace("\ufffd", "") == both.replace("\ufffd", "")
 
 
+# A thread of granian that is late, and an interpreter that is slow to go.
+LATE = """
+import asyncio, ctypes, sys, time
+from unrolled.cli import main
+
+class Slow:
+    def __del__(self, sleep=ctypes.PyDLL(None).usleep):  # keeps the interpreter's lock
+        sleep(600_000)
+
+def late(self, *args, soon=asyncio.BaseEventLoop.call_soon_threadsafe, **options):
+    handle = soon(self, *args, **options)
+    if "shutdown_glue" in args[0].__qualname__:
+        print("late", flush=True)
+        time.sleep(0.3)
+    return handle
+
+asyncio.BaseEventLoop.call_soon_threadsafe = late
+sys.slow = Slow()
+main()
+"""
+
+
+def test_a_late_thread_does_not_abort_the_process() -> None:
+    command = [sys.executable, "-c", LATE, "serve", "--demo", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        while " at http" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert (process.returncode, said) == (0, "late\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
