@@ -152,8 +152,8 @@ def serve(
 def _leave() -> NoReturn:
     """End the process without tearing the interpreter down.
 
-    Granian reports that its threads have ended a moment before they have. One that then waits for the interpreter's
-    lock aborts the process if a Python before 3.14 is being torn down.
+    Granian reports that its threads have ended a moment before they have. One that then waits for the
+    interpreter's lock aborts the process if a Python before 3.14 is being torn down.
     """
     sys.stdout.flush()
     sys.stderr.flush()
