@@ -2,9 +2,12 @@
 // pairs of such numbers (AVX-512 BF16). There rows of x are rounded to bfloat16 too, which doubles the speed
 // of several rows.
 //
-// A tile is cut into blocks of inputs that stay in the first-level cache for all rows. Meanwhile the next
-// block is requested.
+// For several rows a tile is cut into blocks of inputs that stay in the first-level cache for all of them.
+// Meanwhile the next block is requested. A single row meets two tiles at once where there are registers for
+// it: the sums of one tile would wait for each other, and two streams are read faster than one.
 #pragma once
+
+#include <type_traits>
 
 #include "amx.h"
 #include "tile_output.h"
@@ -20,7 +23,7 @@ namespace UNROLLED_ISA {
 constexpr Int STEP_BYTES = TILE * 4;
 
 // What is read next: a share of it is requested in each step of a block, so that reading takes no time of its
-// own. One row alone waits for memory whatever is requested.
+// own.
 struct Ahead {
     const char* at;
     Int share;  // lines for each step, times 256
@@ -34,12 +37,24 @@ struct Ahead {
     }
 };
 
-// Some steps of a tile; the first ones start from the bias, others from the sums so far.
+// How many tiles one row is multiplied by at once.
+constexpr int TILES_OF_A_ROW = 2 * TILE / WIDTH <= TILE_ROWS * TILE_VECS ? 2 : 1;
+constexpr std::integral_constant<int, TILES_OF_A_ROW> ALL;
+constexpr std::integral_constant<int, 1> ONE;
+
+// Some steps of a tile, or of several; the first ones start from the bias, others from the sums so far.
 struct Block {
     const char* weights;
+    Int next;  // bytes from one tile to the next
     Int steps;
     bool first;
     Ahead ahead;
+
+    // The weights of vector number `v` of outputs in step `k`.
+    const char* at(Int k, Int v) const {
+        constexpr Int VECS = TILE / WIDTH;
+        return weights + v / VECS * next + k * STEP_BYTES + v % VECS * WIDTH * 4;
+    }
 
     Vec begin(const TileOutput& out, Int r, Int i) const {
         if (!first) return load(out.y + r * out.row + i);
@@ -48,11 +63,10 @@ struct Block {
 };
 
 // `x` has `x_row` numbers from one row to the next.
-template <int ROWS>
+template <int ROWS, int TILES>
 void multiply_float32(const Block& block, const float* x, Int x_row, const TileOutput& out) {
-    constexpr int VECS = vecs_for(ROWS);
-    const float* w = (const float*)block.weights;
-    for (Int i = 0; i < TILE; i += VECS * WIDTH) {
+    constexpr int VECS = TILES * vecs_for(ROWS);
+    for (Int i = 0; i < TILES * TILE; i += VECS * WIDTH) {
         Vec sums[ROWS][VECS];
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r)
@@ -62,7 +76,7 @@ void multiply_float32(const Block& block, const float* x, Int x_row, const TileO
             if (ROWS > 1) block.ahead.request(i / (VECS * WIDTH) * block.steps + k);
             Vec left[VECS];
 #pragma GCC unroll 16
-            for (int v = 0; v < VECS; ++v) left[v] = load(w + k * TILE + i + v * WIDTH);
+            for (int v = 0; v < VECS; ++v) left[v] = load((const float*)block.at(k, i / WIDTH + v));
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; ++r) {
                 const Vec right = broadcast(x[r * x_row + k]);
@@ -89,42 +103,41 @@ inline bool multiplies_bfloat16_pairs() {
 
 #if defined(UNROLLED_BFLOAT16_PAIRS)
 // The same for bfloat16 numbers.
-template <int ROWS>
+template <int ROWS, int TILES>
 UNROLLED_BFLOAT16_PAIRS void multiply_bfloat16_pairs(const Block& block, const uint16_t* x, Int x_row,
                                                      const TileOutput& out) {
-    constexpr int VECS = vecs_for(ROWS);
-    for (Int i = 0; i < TILE; i += VECS * WIDTH) {
+    constexpr int VECS = TILES * vecs_for(ROWS);
+    for (Int i = 0; i < TILES * TILE; i += VECS * WIDTH) {
         __m512 sums[ROWS][VECS];
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int v = 0; v < VECS; ++v) sums[r][v] = (__m512)block.begin(out, r, i + v * WIDTH);
         for (Int k = 0; k < block.steps; ++k) {
             if (ROWS > 1) block.ahead.request(i / (VECS * WIDTH) * block.steps + k);
             __m512bh left[VECS];
-#pragma GCC unroll 4
-            for (int v = 0; v < VECS; ++v)
-                left[v] = (__m512bh)_mm512_loadu_si512(block.weights + k * STEP_BYTES + 4 * (i + v * WIDTH));
+#pragma GCC unroll 8
+            for (int v = 0; v < VECS; ++v) left[v] = (__m512bh)_mm512_loadu_si512(block.at(k, i / WIDTH + v));
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; ++r) {
                 int32_t pair;
                 std::memcpy(&pair, x + r * x_row + 2 * k, 4);
                 const __m512bh right = (__m512bh)_mm512_set1_epi32(pair);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                 for (int v = 0; v < VECS; ++v) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], left[v], right);
             }
         }
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int v = 0; v < VECS; ++v) store(out.y + r * out.row + i + v * WIDTH, (Vec)sums[r][v]);
     }
 }
 #endif
 
-// Multiplies `rows` rows by the tiles [first, last), of `steps` steps each. `multiply(count, block, step,
-// row, out)` does so for `count` rows from number `row` on, and the steps of a block from number `step` on.
-// `next` is read after the last tile.
+// Multiplies `rows` rows by the tiles [first, last), of `steps` steps each. `multiply(count, tiles, block,
+// step, row, out)` does so for `count` rows from number `row` on, `tiles` tiles, and the steps of a block
+// from number `step` on. `next` is read after the last tile.
 template <typename Multiply>
 inline void multiply_in_blocks(const Packed& w, Int steps, Int first, Int last, Int rows, float* y, Int y_row,
                                const void* next, Multiply&& multiply) {
@@ -144,19 +157,33 @@ inline void multiply_in_blocks(const Packed& w, Int steps, Int first, Int last, 
                     constexpr Int PASSES = TILE / (vecs_for(decltype(count)::value) * WIDTH);
                     const Ahead share{ahead + g * (n * STEP_BYTES / groups),
                                       STEP_BYTES / LINE * 256 / (groups * PASSES)};
-                    multiply(count, Block{begin, n, k == 0, share}, k, r, out);
+                    multiply(count, ONE, Block{begin, 0, n, k == 0, share}, k, r, out);
                 });
             }
         }
 }
 
+// The same for one row.
+template <typename Multiply>
+inline void multiply_a_row(const Packed& w, Int steps, Int first, Int last, float* y, Multiply&& multiply) {
+    const auto multiply_some = [&](Int tile, auto tiles) {
+        const char* begin = (const char*)w.weights + tile * tile_bytes(w);
+        multiply(ONE, tiles, Block{begin, tile_bytes(w), steps, true, {}}, 0, 0, tile_output(w, tile, y, 0));
+    };
+    Int tile = first;
+    for (; tile + ALL <= last; tile += ALL) multiply_some(tile, ALL);
+    for (; tile < last; ++tile) multiply_some(tile, ONE);
+}
+
 inline void multiply_float32_tiles(const Packed& w, Int first, Int last, const PackedRows& x, Int rows,
                                    float* y, Int y_row, const void* next) {
-    multiply_in_blocks(w, w.inputs, first, last, rows, y, y_row, next,
-                       [&](auto count, const Block& block, Int step, Int r, const TileOutput& out) {
-                           multiply_float32<decltype(count)::value>(block, x.x + r * x.row + step, x.row,
-                                                                    out);
-                       });
+    const auto multiply = [&](auto count, auto tiles, const Block& block, Int step, Int r,
+                              const TileOutput& out) {
+        multiply_float32<decltype(count)::value, decltype(tiles)::value>(block, x.x + r * x.row + step, x.row,
+                                                                         out);
+    };
+    if (rows == 1) multiply_a_row(w, w.inputs, first, last, y, multiply);
+    else multiply_in_blocks(w, w.inputs, first, last, rows, y, y_row, next, multiply);
 }
 
 #if defined(UNROLLED_BFLOAT16_PAIRS)
@@ -164,12 +191,14 @@ inline void multiply_float32_tiles(const Packed& w, Int first, Int last, const P
 inline void multiply_bfloat16_tiles(const Packed& w, Int first, Int last, const PackedRows& x, Int rows,
                                     float* y, Int y_row, const void* next) {
     const uint16_t* numbers = (const uint16_t*)x.high;
-    const Int row = x.bytes / 2;
-    multiply_in_blocks(w, ceil_div(w.inputs, 2), first, last, rows, y, y_row, next,
-                       [&](auto count, const Block& block, Int step, Int r, const TileOutput& out) {
-                           multiply_bfloat16_pairs<decltype(count)::value>(
-                               block, numbers + r * row + 2 * step, row, out);
-                       });
+    const Int row = x.bytes / 2, steps = ceil_div(w.inputs, 2);
+    const auto multiply = [&](auto count, auto tiles, const Block& block, Int step, Int r,
+                              const TileOutput& out) {
+        multiply_bfloat16_pairs<decltype(count)::value, decltype(tiles)::value>(
+            block, numbers + r * row + 2 * step, row, out);
+    };
+    if (rows == 1) multiply_a_row(w, steps, first, last, y, multiply);
+    else multiply_in_blocks(w, steps, first, last, rows, y, y_row, next, multiply);
 }
 #endif
 
