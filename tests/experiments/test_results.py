@@ -87,15 +87,16 @@ def test_the_table_and_the_file_say_what_was_measured():
         runs[trial.folder] = figures(0.25, accuracy=0.875, parameters=1234, seconds_per_step=0.5)
     header, lines = results.table()
     assert header == [
-        "contender", "published", "train.lr", "loss", "loss, longer", "accuracy", "seconds", "seconds per step",
-        "parameters", "seeds",
+        "contender", "published", "train.lr", "loss", "accuracy", "seconds", "seconds per step", "parameters", "seeds",
     ]  # fmt: skip
-    assert lines == [["wide", "0.1", "0.001", "0.250", "0.500", "87.5%", "2", "0.5", "1,234", "1"]]
+    assert lines == [["wide", "0.1", "0.001", "0.250", "87.5%", "2", "0.5", "1,234", "1"]]
+    assert results.evaluated() == (["contender", "evaluation", "loss"], [["wide", "longer", "0.500"]])
     assert results.tried() == (["contender", "lr 0.001", "lr 0.1"], [["wide", "0.250", "0.250"]])
     found = json.loads(json.dumps(results.to_json()))
     assert found["runs"]["wide/lr=0.1,seed=0"]["loss"] == 0.25
     assert found["runs"]["wide/lr=0.1,seed=0"]["settings"]["train"]["lr"] == 0.1
     assert found["table"]["lines"] == lines
+    assert found["evaluated"]["lines"] == [["wide", "longer", "0.500"]]
 
 
 def test_bleu_stands_beside_that_of_longer_sentences():
@@ -106,12 +107,14 @@ def test_bleu_stands_beside_that_of_longer_sentences():
         runs[trial.folder] = figures(0.5, bleu=33.46, evaluations={"longer": {"loss": 1.0, "bleu": 21.04}})
     header, [line] = results.table()
     assert dict(zip(header, line, strict=True)) == {
-        "contender": "wide", "train.lr": "0.001", "loss": "0.500", "loss, longer": "1.000",
-        "bleu": "33.5", "bleu, longer": "21.0", "seconds": "2", "seeds": "1",
+        "contender": "wide", "train.lr": "0.001", "loss": "0.500", "bleu": "33.5", "seconds": "2", "seeds": "1",
     }  # fmt: skip
+    assert results.evaluated() == (
+        ["contender", "evaluation", "loss", "bleu"], [["wide", "longer", "1.000", "21.0"]],
+    )  # fmt: skip
 
 
-def test_a_measure_of_further_evaluations_only_is_in_the_table():
+def test_a_measure_of_further_evaluations_only():
     runs = {}
     experiment = tiny(
         seeds=[0],
@@ -121,9 +124,7 @@ def test_a_measure_of_further_evaluations_only_is_in_the_table():
     results = Results(experiment, runs)
     for trial in experiment.sweeps("wide"):
         runs[trial.folder] = figures(0.5, evaluations={"layer 1": {"spectral_mass": 0.95}})
-    header, [line] = results.table()
-    assert dict(zip(header, line, strict=True)) == {
-        "contender": "wide", "train.lr": "0.001", "loss": "0.500", "seconds": "2",
-        "spectral mass, layer 1": "0.950", "seeds": "1",
-    }  # fmt: skip
+    assert results.evaluated() == (
+        ["contender", "evaluation", "spectral mass"], [["wide", "layer 1", "0.950"]],
+    )  # fmt: skip
     assert [x.held for x in results.verdicts()] == [True]

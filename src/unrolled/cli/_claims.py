@@ -4,7 +4,7 @@ from typing import Any
 
 from unrolled import experiments
 from unrolled.bench.report import table
-from unrolled.cli._experiment_report import TRIED, in_figures
+from unrolled.cli._experiment_report import EVALUATED, TRIED, in_figures
 from unrolled.cli._experiments import load
 from unrolled.experiments import Experiment
 
@@ -52,8 +52,9 @@ def _section(experiment: Experiment, results: dict[str, Any] | None) -> str:
             "",
             f"On one core of {', '.join(sorted(processors))}.\n",
         ]
-        if "tried" in results:
-            parts += [f"{TRIED}\n", table(**results["tried"]), ""]
+        for name, title in (("evaluated", EVALUATED), ("tried", TRIED)):
+            if name in results:
+                parts += [f"{title}\n", table(**results[name]), ""]
     for text in experiment.expect:
         verdict = verdicts.get(text)
         parts.append(

@@ -15,12 +15,13 @@ import torch
 from unrolled.bench.machine import processor
 from unrolled.bench.report import table
 from unrolled.cli._output import can_plot, software
-from unrolled.experiments import BESIDE, Mean, Results, Verdict
+from unrolled.experiments import BESIDE, Mean, Results, Table, Verdict
 from unrolled.files import write_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+EVALUATED = "The same models, evaluated in other ways:"
 TRIED = "Loss at each value that was tried, with the first seed:"
 HORIZONTAL = {"step": "training step", "seconds": "seconds of training"}
 
@@ -31,14 +32,24 @@ def write(results: Results, scale: str, folder: Path) -> None:
     header, lines = results.table()
     verdicts = [told(verdict) for verdict in results.verdicts()]
     text = f"{table(header, lines)}\n\n" + "".join(f"- {x}\n" for x in verdicts)
-    if experiment.sweep:
-        text += f"\n{TRIED}\n\n{table(*results.tried())}\n"
+    for title, more in more_tables(results):
+        text += f"\n{title}\n\n{table(*more)}\n"
     write_file(folder / "results.json", f"{json.dumps(results.to_json() | about, indent=1)}\n")
     write_file(folder / "table.md", f"# {experiment.name}, {scale}\n\n{experiment.claim}\n\n{text}")
     picture = plot(results) if lines and can_plot() else None
     if picture is not None:
         write_file(folder / "plot.png", picture)
     write_file(folder / "report.html", page(results, scale, picture))
+
+
+def more_tables(results: Results) -> list[tuple[str, Table]]:
+    """List the tables besides the first, with what they are."""
+    experiment, found = results.experiment, []
+    if experiment.evaluate:
+        found.append((EVALUATED, results.evaluated()))
+    if experiment.sweep:
+        found.append((TRIED, results.tried()))
+    return found
 
 
 def machine() -> dict[str, str | int]:
@@ -94,7 +105,7 @@ def page(results: Results, scale: str, picture: bytes | None) -> str:
     if picture is not None:
         source = base64.b64encode(picture).decode()
         image = f'<img alt="Plot of the results" src="data:image/png;base64,{source}">'
-    tried = f"<p>{TRIED}</p>\n{_html(*results.tried())}" if experiment.sweep else ""
+    more = "\n".join(f"<p>{title}</p>\n{_html(*of)}" for title, of in more_tables(results))
     shown = ("base", "contenders", *(["evaluate"] if experiment.evaluate else []))
     settings = json.dumps({x: getattr(experiment, x) for x in shown}, indent=1)
     return template.substitute(
@@ -103,7 +114,7 @@ def page(results: Results, scale: str, picture: bytes | None) -> str:
         claim=escape(experiment.claim),
         paper=escape(experiment.paper),
         table=_html(header, lines),
-        tried=tried,
+        more=more,
         verdicts="".join(f"<li>{escape(told(x))}</li>" for x in results.verdicts()),
         picture=image,
         settings=escape(settings),

@@ -137,11 +137,12 @@ def _write(results: "Results", scale: str, folder: Path) -> None:
 
 
 def _tell(results: "Results") -> None:
-    """Print the table and the expectations."""
+    """Print the tables and the expectations."""
     from unrolled.bench.report import table
-    from unrolled.cli._experiment_report import told
+    from unrolled.cli._experiment_report import more_tables, told
 
-    header, lines = results.table()
-    typer.echo(table(header, lines))
+    typer.echo(table(*results.table()))
+    for title, more in more_tables(results):
+        typer.echo(f"\n{title}\n\n{table(*more)}\n")
     for text in map(told, results.verdicts()):
         typer.echo(text)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unrolled.experiments.definition import SMOKE, SPECTRUM, Experiment, Trial, made_of, merged
-from unrolled.experiments.results import BESIDE, Figures, Mean, Results, Verdict
+from unrolled.experiments.results import BESIDE, Figures, Mean, Results, Table, Verdict
 
 __all__ = [
     "BESIDE",
@@ -19,6 +19,7 @@ __all__ = [
     "Figures",
     "Mean",
     "Results",
+    "Table",
     "Trial",
     "Verdict",
     "made_of",

@@ -14,9 +14,11 @@ Figures = Mapping[str, Any]
 """What was measured of a run: `MEASURES`, and under "evaluations" those of each further evaluation. What it
 does not have is None or left out."""
 
+Table = tuple[list[str], list[list[str]]]
+"""A header and lines, as text."""
 
 BESIDE = ("loss", "accuracy", "bleu", "spectral_mass")
-"""The measures of further evaluations that the table shows."""
+"""The measures of further evaluations that are shown."""
 
 
 class Mean(NamedTuple):
@@ -88,15 +90,10 @@ class Results:
 
         return [Verdict(x.text, *x.judge(value)) for x in self.experiment.expectations]
 
-    def table(self) -> tuple[list[str], list[list[str]]]:
+    def table(self) -> Table:
         """Return the header and a line for each contender that has ended."""
         experiment = self.experiment
-        places = [(x, at) for x in MEASURES for at in (None, *(experiment.evaluate if x in BESIDE else ()))]
-        columns = [
-            (x.replace("_", " ") + ("" if at is None else f", {at}"), x, at)
-            for x, at in places
-            if any(self.mean(x, name, at) for name in experiment.contenders)
-        ]
+        measures = [x for x in MEASURES if any(self.mean(x, name) for name in experiment.contenders)]
         header = ["contender", *(["published"] if experiment.published else []), *experiment.sweep]
         lines = []
         for name in experiment.contenders:
@@ -105,14 +102,20 @@ class Results:
                 continue
             line = [name, *([experiment.published.get(name, "")] if experiment.published else [])]
             line += map(_short, best.swept.values())
-            lines.append(
-                [*line, *(shown_as(measure, self.mean(measure, name, at)) for _, measure, at in columns)]
-            )
-        return [*header, *(title for title, _, _ in columns), "seeds"], [
+            lines.append([*line, *(shown_as(x, self.mean(x, name)) for x in measures)])
+        return [*header, *map(_words, measures), "seeds"], [
             [*line, str(sum(self.figures(x) is not None for x in self.seeds(line[0])))] for line in lines
         ]
 
-    def tried(self) -> tuple[list[str], list[list[str]]]:
+    def evaluated(self) -> Table:
+        """Return a header and a line for each further evaluation of each contender that has ended."""
+        places = [(name, at) for name in self.experiment.contenders for at in self.experiment.evaluate]
+        ended = [(name, at) for name, at in places if any(self.mean(x, name, at) for x in BESIDE)]
+        measures = [x for x in BESIDE if any(self.mean(x, *place) for place in ended)]
+        lines = [[*place, *(shown_as(x, self.mean(x, *place)) for x in measures)] for place in ended]
+        return ["contender", "evaluation", *map(_words, measures)], lines
+
+    def tried(self) -> Table:
         """Return a header and a line for each contender: its loss at each choice of the swept settings."""
         sweep, lines = self.experiment.sweep, []
         for name in self.experiment.contenders:
@@ -125,7 +128,11 @@ class Results:
     def to_json(self) -> dict[str, Any]:
         """Return all of it, for `results.json`."""
         experiment = self.experiment
-        tables = {"table": self.table()} | ({"tried": self.tried()} if experiment.sweep else {})
+        tables = {"table": self.table()}
+        if experiment.evaluate:
+            tables["evaluated"] = self.evaluated()
+        if experiment.sweep:
+            tables["tried"] = self.tried()
         return {
             "experiment": experiment.name,
             **{name: {"header": header, "lines": lines} for name, (header, lines) in tables.items()},
@@ -159,6 +166,11 @@ def shown_as(measure: str, value: Mean | None) -> str:
     forms = {"seconds": ",.0f", "seconds_per_step": ".3g", "bleu": ".1f", "perplexity": ".1f"}
     form = forms.get(measure, ".3f")
     return f"{mean:{form}}" + ("" if error is None else f" ± {error:{form}}")
+
+
+def _words(measure: str) -> str:
+    """Write the name of a measure."""
+    return measure.replace("_", " ")
 
 
 def _short(value: object) -> str:
