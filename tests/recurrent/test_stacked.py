@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from unrolled import recurrent
 from unrolled.contract import UnsupportedError
+from unrolled.ops.dropout import Dropout
 from unrolled.ops.packing import pack
 from unrolled.recurrent import Bidirectional, RecurrentLayer, Stacked
 from unrolled.recurrent.gru import GRU
@@ -186,11 +187,11 @@ def test_dropout_acts_between_layers_in_training_alone():
         torch.manual_seed(1)
         found = run(x)
         torch.manual_seed(1)
-        assert torch.equal(found, second(nn.functional.dropout(first(x), 0.5)))
+        assert torch.equal(found, second(Dropout(0.5)(first(x))))
     torch.manual_seed(1)
     found, _ = stack.step(x[:, 0], stack.init_state(2))
     torch.manual_seed(1)
-    below = nn.functional.dropout(first.step(x[:, 0], first.init_state(2))[0], 0.5)
+    below = Dropout(0.5)(first.step(x[:, 0], first.init_state(2))[0])
     assert torch.equal(found, second.step(below, second.init_state(2))[0])
 
 

@@ -18,6 +18,7 @@ from unrolled.models.checks import changed
 from unrolled.models.embeddings import PixelEmbedding, PositionEmbedding
 from unrolled.models.heads import Categorical, LogisticMixture
 from unrolled.models.stack import Stack
+from unrolled.ops.dropout import Dropout
 
 HEAD_WEIGHTS: Weights = "int8"  # the form with the fewest bits for the head; see `unrolled.decode.packing`
 MOST_GRID_POINTS = 1 << 16  # points of axial positions whose vectors are added up beforehand
@@ -75,7 +76,7 @@ def _check_plain(model: nn.Module) -> None:
 def _embed(builder: Builder, model: Decoder, x: Value) -> None:
     embedding = model.embedding
     require(embedding, PixelEmbedding, nn.Embedding)
-    require(model.dropout, nn.Dropout)
+    require(model.dropout, Dropout)
     plain = type(embedding) is nn.Embedding and embedding.max_norm is None
     builder.embed(embedding.weight if plain else embedding(torch.arange(model.n_ids)), x)
     _positions(builder, model.positions, x)
@@ -98,7 +99,7 @@ def _positions(builder: Builder, positions: PositionEmbedding, x: Value) -> None
 
 def _block(builder: Builder, block: AttentionBlock, x: Value) -> None:
     require(block, AttentionBlock, Block)
-    require(block.dropout, nn.Dropout)
+    require(block.dropout, Dropout)
     _sublayer(
         builder, block.norm, block.attention_norm, x, lambda y, to: attention(builder, block.attention, y, to)
     )

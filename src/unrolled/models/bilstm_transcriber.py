@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from unrolled.fields import Fraction, FromData, Size
 from unrolled.models.config import ModelConfig
 from unrolled.models.ctc import CTCModel
+from unrolled.ops.dropout import Dropout
 
 
 @dataclass
@@ -62,7 +63,7 @@ class BiLSTMTranscriber(CTCModel):
             nn.LSTM(width, config.hidden_size, bidirectional=True, batch_first=True) for width in widths
         )
         self.norms = nn.ModuleList(nn.LayerNorm(width) for width in widths)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def encode(self, x: Tensor, padding: Tensor) -> Tensor:
         """Read frames `[B,T,d_model]` with `padding [B,T]`: `[B,T,2 hidden_size]`."""

@@ -16,6 +16,7 @@ from unrolled.contract import UnsupportedError
 from unrolled.models.config import Activation, TransformerConfig
 from unrolled.ops.checks import wrong
 from unrolled.ops.dense import Layer, Linear
+from unrolled.ops.dropout import Dropout
 from unrolled.ops.sequence import inside
 from unrolled.ops.state import Parts
 
@@ -101,7 +102,7 @@ class ResidualBlock(Layer):
     def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
         self.norm = config.norms[layer]
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def _before(self, x: Tensor, norm: nn.Module) -> Tensor:
         return cast(Tensor, norm(x)) if self.norm == "pre" else x

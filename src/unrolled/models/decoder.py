@@ -16,6 +16,7 @@ from unrolled.models.language_model import LanguageModel, TokenMasks
 from unrolled.models.reversible import make_stack
 from unrolled.models.saving import RecomputingModel
 from unrolled.models.stack import States
+from unrolled.ops.dropout import Dropout
 from unrolled.ops.options import check_batch_size
 from unrolled.ops.sequence import token_counts
 
@@ -82,7 +83,7 @@ class Decoder(LanguageModel[DecoderState], RecomputingModel):
         else:
             self.embedding = table = nn.Embedding(self.n_ids, config.d_model)
         self.positions = PositionEmbedding.of(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.stack = make_stack(config, causal=True)
         if config.head == "logistic_mixture":
             self.head = LogisticMixture(config.d_model, config.vocab_size, config.n_mixtures)

@@ -17,6 +17,7 @@ from unrolled.models.reversible import make_stack
 from unrolled.models.saving import RecomputingModel
 from unrolled.ops.checks import check_key_padding_mask, shape, wrong, wrong_shape
 from unrolled.ops.dense import Layer, Linear
+from unrolled.ops.dropout import Dropout
 from unrolled.ops.masks import without_padding
 
 Output = Literal["classification", "tokens", "masked", "hidden"]
@@ -122,7 +123,7 @@ class Encoder(RecomputingModel):
         self.positions = PositionEmbedding.of(config)
         self.segments = nn.Embedding(config.n_segments, config.d_model) if config.n_segments else None
         self.embedding_norm = make_norm(config) if config.embedding_norm else nn.Identity()
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.stack = make_stack(config, causal=False)
         self.head_hidden = nn.Identity() if config.head_hidden is None else HiddenLayer(config)
         self.head: Categorical | None = None

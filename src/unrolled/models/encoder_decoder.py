@@ -31,6 +31,7 @@ from unrolled.models.heads import Categorical
 from unrolled.models.saving import RecomputingModel
 from unrolled.models.stack import Stack, States
 from unrolled.models.targets import shifted
+from unrolled.ops.dropout import Dropout
 from unrolled.ops.state import Parts
 
 
@@ -136,7 +137,7 @@ class EncoderDecoder(RecomputingModel):
             self.source_embedding = nn.Embedding(self.n_source_ids, config.d_model)
         self.source_positions = PositionEmbedding.of(config)
         self.positions = PositionEmbedding.of(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.encoder = Stack(config.side(config.attention), causal=False)
         own, cross = config.side(config.decoder_attention), config.cross_side
         self.blocks = nn.ModuleList(DecoderBlock(own, cross, layer) for layer in range(config.n_layers))

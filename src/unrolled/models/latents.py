@@ -14,6 +14,7 @@ from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.reversible import make_stack
 from unrolled.ops.checks import check_key_padding_mask, shape, wrong
 from unrolled.ops.dense import Layer, Linear
+from unrolled.ops.dropout import Dropout
 from unrolled.ops.masks import without_padding
 from unrolled.ops.positions import fourier_features, grid_positions
 from unrolled.ops.softmax import softmax_attention
@@ -100,7 +101,7 @@ class InputArray(Layer):
         if config.vocab_size is not None:
             self.embedding = nn.Embedding(config.vocab_size, config.array_width)
         self.positions = PositionEmbedding.of(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """`[B, S]` ids, `[B, S, input_dim]` or `[B, *axes, input_dim]` -> `[B, S, array_width]`."""
@@ -173,7 +174,7 @@ class CrossAttend(Layer):
         self.ff_norm = make_norm(config, query_width)
         ff_width = query_width if config.d_ff is None else config.d_ff
         self.ff = FeedForward(query_width, ff_width, config.activation, config.ff_chunk, bias=config.bias)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, z: Tensor, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Attend from `z [B, N, query_width]` to the valid inputs `x [B, S, array_width]`: as `z`."""

@@ -12,6 +12,7 @@ from unrolled.models.config import ModelConfig
 from unrolled.models.heads import Categorical
 from unrolled.models.language_model import LanguageModel, TokenMasks
 from unrolled.ops.checks import wrong
+from unrolled.ops.dropout import Dropout
 from unrolled.recurrent import StackedState
 
 
@@ -71,7 +72,7 @@ class RecurrentLM(LanguageModel[StackedState]):
         super().__init__(config)
         self.n_ids = config.vocab_size + config.start_token
         self.embedding = nn.Embedding(self.n_ids, config.d_model)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         widths = [config.d_model, *[config.width] * config.n_layers]
         self.stack = stack_of(config.cell, config.cell_options, widths, dropout=config.dropout)
         tied = self.embedding if config.tie_embeddings else None

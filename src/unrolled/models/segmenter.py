@@ -19,6 +19,7 @@ from unrolled.models.config import TransformerConfig
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.reversible import make_stack
 from unrolled.models.saving import RecomputingModel
+from unrolled.ops.dropout import Dropout
 
 
 @dataclass(kw_only=True)
@@ -48,7 +49,7 @@ class Segmenter(RecomputingModel):
         super().__init__(config)
         self.embedding = nn.Linear(config.input_size, config.d_model)
         self.positions = PositionEmbedding.of(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.stack = make_stack(config, causal=False)
         self.head = nn.Linear(config.d_model, config.output_size)
         init_weights(self, config)

@@ -16,6 +16,7 @@ from unrolled.models.config import ModelConfig
 from unrolled.models.heads import at_least_fp32
 from unrolled.models.saving import SavedModel
 from unrolled.models.targets import shifted
+from unrolled.ops.dropout import Dropout
 from unrolled.ops.sequence import refuse
 from unrolled.ops.state_checks import CONSTANT, Growing, check_state
 
@@ -78,7 +79,7 @@ class Seq2Seq(SavedModel, Generic[State]):
         self.n_source_ids = config.source_vocab_size or config.vocab_size
         self.source_embedding = nn.Embedding(self.n_source_ids, config.d_model)
         self.target_embedding = nn.Embedding(self.n_ids, config.d_model)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def encode(self, source: Tensor, key_padding_mask: Tensor) -> State:
         """Make the first state from `source [B,S]` and its padding `[B,S]`."""

@@ -13,7 +13,7 @@ Cost: that of the blocks for T / 4 tokens.
 from dataclasses import dataclass
 from typing import Annotated
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from unrolled.fields import Fraction, FromData, Size
 from unrolled.models.blocks import init_weights
@@ -22,6 +22,7 @@ from unrolled.models.ctc import CTCModel
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.reversible import make_stack
 from unrolled.models.saving import RecomputingModel
+from unrolled.ops.dropout import Dropout
 
 
 @dataclass(kw_only=True)
@@ -59,7 +60,7 @@ class Transcriber(CTCModel, RecomputingModel):
             config, vocab_size=config.vocab_size, n_mels=config.n_mels, d_model=width, hidden_size=width
         )
         self.positions = PositionEmbedding.of(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.stack = make_stack(config, causal=False)
         init_weights(self, config)
 

@@ -33,6 +33,7 @@ from unrolled.models.reversible import make_stack
 from unrolled.models.saving import RecomputingModel
 from unrolled.ops.checks import check_device, check_tensor, shape, wrong
 from unrolled.ops.dense import Layer, Linear
+from unrolled.ops.dropout import Dropout
 
 Pooling = Literal["class", "mean"]
 Axes = Annotated[list[Size], Len(2, 3)]
@@ -143,7 +144,7 @@ class ViT(RecomputingModel):
         if config.pooling == "class":
             self.class_token = nn.Parameter(INIT_STD * torch.randn(config.d_model))
         self.positions = PositionEmbedding.of(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.stack = make_stack(config, causal=False)
         self.head = Categorical(config.d_model, config.n_classes, bias=True)
         init_weights(self, config)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor, nn
 
 from unrolled.contract import CAUSAL_RECURRENCE, Supports
+from unrolled.ops.dropout import Dropout
 from unrolled.recurrent._layer import RecurrentLayer, check_layer
 
 
@@ -47,7 +48,7 @@ class Stacked(RecurrentLayer[StackedState]):
             raise ValueError(f"dropout is {dropout}, but must be a probability in [0, 1)")
         super().__init__(layers[0].input_size, layers[-1].hidden_size)
         self.layers = nn.ModuleList(layers)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.supports = _shared([layer.supports for layer in layers])
 
     def init_state(self, batch_size: int) -> StackedState:
