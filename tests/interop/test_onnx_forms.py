@@ -63,8 +63,12 @@ def test_packs_and_other_directions_are_refused():
     x = torch.ones(1, 2, 1, 3)
     state = torch.zeros(1, 1, 3, 3), torch.zeros(1, 1, 3)
     for form in (forms.portable(), forms.fused()):
-        with pytest.raises(UnsupportedError, match="causal, from a state, without packs"):
-            next(iter(form.values()))(x, x, x, None, *state, None, False, True, None, None)
+        linear = next(iter(form.values()))
+        with pytest.raises(UnsupportedError, match="not packs"):
+            linear(x, x, x, None, *state, torch.tensor([0, 2]), True, True, None, None)
+        for left in ((None, *state, None, False), (x[..., 0], None, None, None, False), (*[None] * 4, True)):
+            with pytest.raises(UnsupportedError, match="causal from a state, or bidirectional without state"):
+                linear(x, x, x, *left, True, None, None)
     with pytest.raises(UnsupportedError, match="export the plain graph"):
         forms.fused_linear_attention((x, x, x, None, *state, False))
     with pytest.raises(UnsupportedError, match="not packs"):
