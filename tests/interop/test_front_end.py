@@ -52,6 +52,14 @@ def test_features_are_those_of_kaldi(n, rate, n_mels, seed):
     torch.testing.assert_close(found, kaldi, rtol=0, atol=1e-3)
 
 
+def test_energies_below_one_unit_are_silence_as_in_kaldi():
+    clicks = (np.random.default_rng(0).random(8_000) < 0.01).astype(np.int16)
+    found, kaldi = features(clicks, 16_000, 40), log_mel(clicks, 16_000, 40)
+    torch.testing.assert_close(found, kaldi, rtol=0, atol=1e-3)
+    lowest = (found == found.min(0).values).float().mean(0)
+    assert 0.1 < float(lowest.mean()) < 0.9  # below it in some frames and bands only
+
+
 @pytest.mark.parametrize("rate", [8_000, 16_000, 22_050])
 def test_errors_of_rounding_are_at_most_twice_those_of_kaldi(rate):
     samples = sound(2 * rate, rate)

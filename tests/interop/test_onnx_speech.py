@@ -4,64 +4,28 @@ import json
 import shutil
 from copy import deepcopy
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sounds import write_wave
+from transcribers import N_MELS, RATE, VOCABULARY, make, make_lstm, make_mixed, samples, sound
 
 from unrolled.contract import UnsupportedError
 from unrolled.data import Vocabulary
 from unrolled.generation import transcribe
 from unrolled.interop import onnx
-from unrolled.interop.onnx.front_end import FULL_SCALE, LogMel
+from unrolled.interop.onnx.front_end import LogMel
 from unrolled.interop.onnx.speech import SamplesToSymbols, compare
 from unrolled.interop.onnx.write import DisagreementError, check_agreement
-from unrolled.models import BiLSTMTranscriber, Decoder, DecoderConfig, Transcriber, TranscriberConfig
-from unrolled.models.bilstm_transcriber import BiLSTMTranscriberConfig
+from unrolled.models import Decoder, DecoderConfig
 
 pytest.importorskip("onnxruntime")
-
-RATE, N_MELS = 8_000, 20
-VOCABULARY = Vocabulary("speech", units=["a", "b", "c"], rate=RATE, n_mels=N_MELS, counted="phone")
-SIZES = {"vocab_size": 3, "n_mels": N_MELS, "d_model": 16}
-
-
-def make(attention, **fields):
-    torch.manual_seed(0)
-    model = Transcriber(TranscriberConfig(attention=attention, n_heads=2, **SIZES, **fields)).eval()
-    return with_large_weights(model)
-
-
-def make_lstm():
-    torch.manual_seed(0)
-    return with_large_weights(
-        BiLSTMTranscriber(BiLSTMTranscriberConfig(hidden_size=8, n_layers=2, **SIZES)).eval()
-    )
-
-
-def with_large_weights(model):
-    for x in model.parameters():  # as large as trained weights are: small ones would hide differences
-        if x.dim() == 2:
-            torch.nn.init.normal_(x, std=0.4)
-    return model
-
-
-def sound(n, seed=0):
-    rng = np.random.default_rng(seed)
-    sines = np.sin(rng.uniform(0.1, 2, 1 + n // 160).repeat(160)[:n] * np.arange(n))  # one for two frames
-    return np.rint(3_000 * sines + rng.normal(0, 100, n)).astype(np.int16)
-
-
-def samples(*lengths):
-    return [torch.from_numpy(sound(n, n)) / FULL_SCALE for n in lengths]
 
 
 @pytest.fixture(scope="module", params=["transcriber", "lstm"])
 def pair(request, tmp_path_factory):
-    mixed = {"n_layers": 3, "attention_options": {"window": {"window": 4}}}
-    model = make(["window", "linear", "softmax"], **mixed) if request.param == "transcriber" else make_lstm()
+    model = make_mixed() if request.param == "transcriber" else make_lstm()
     folder = tmp_path_factory.mktemp(request.param)
     return model, folder, onnx.export_transcriber(model, folder, vocabulary=VOCABULARY)
 
@@ -148,6 +112,7 @@ def test_the_folder_says_what_the_graph_is(pair):
         (lambda: make("linear"), {"opset": 19}, UnsupportedError, "opset is 19, but must be from 20 to 25"),
         (lambda: make("linear").half(), {}, UnsupportedError, "float16, but must be float32"),
         (lambda: make("topk", n_layers=1), {}, UnsupportedError, "ONNX has no operator for .*topk.*; linear, window"),
+        (lambda: make("linear", positions="learned"), {}, UnsupportedError, "positions is 'learned', but must be"),
         (lambda: torch.nn.Linear(2, 2), {}, ValueError, "model is a Linear, but must be a model of speech"),
         (lambda: make("linear"), {"vocabulary": Vocabulary("ids")}, ValueError, "kind 'ids', but must be of the kind 's"),
         (

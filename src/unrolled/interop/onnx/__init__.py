@@ -7,7 +7,7 @@ graph therefore reads a prompt in parallel and generates token by token.
 log-probabilities of symbols.
 """
 
-from unrolled.interop.onnx.folder import export, is_export_of
+from unrolled.interop.onnx.folder import export, is_export_of, read_manifest
 from unrolled.interop.onnx.manifest import Manifest
 from unrolled.interop.onnx.model import OnnxModel, load
 from unrolled.interop.onnx.speech import export_transcriber
@@ -24,4 +24,5 @@ __all__ = [
     "is_export_of",
     "load",
     "load_transcriber",
+    "read_manifest",
 ]

@@ -16,9 +16,9 @@ from unrolled.generation import generate
 from unrolled.interop.onnx import manifest as _manifest
 from unrolled.interop.onnx.graph import Recurrence
 from unrolled.interop.onnx.manifest import Manifest, Probe
+from unrolled.interop.onnx.record import Record
 from unrolled.interop.onnx.speech_manifest import SpeechManifest
 from unrolled.interop.onnx.write import probe_names, quantized, to_onnx
-from unrolled.models.ctc import CTCModel
 from unrolled.training.checkpoint import fingerprint
 
 OPSET = 20
@@ -29,11 +29,22 @@ def weights_checksum(model: nn.Module) -> str:
     return fingerprint(*model.state_dict().values())
 
 
+def read_manifest(folder: str | Path) -> Record:
+    """Read the manifest of an exported model of any kind.
+
+    Raises:
+        ValueError: there is none, it was changed after it was written, or it has another format.
+    """
+    try:
+        return Manifest.load(Path(folder))
+    except ValueError:
+        return SpeechManifest.load(Path(folder))
+
+
 def is_export_of(folder: str | Path, model: nn.Module) -> bool:
     """Whether `folder` holds an export of `model` with its current weights."""
     try:
-        kind = SpeechManifest if isinstance(model, CTCModel) else Manifest
-        return kind.load(Path(folder)).weights == weights_checksum(model)
+        return read_manifest(folder).weights == weights_checksum(model)
     except ValueError:
         return False
 

@@ -65,8 +65,8 @@ def export_transcriber(
         The contents of the folder's `manifest.json`.
 
     Raises:
-        UnsupportedError: the form of a mechanism depends on the length or on values, the opset is not
-            supported, or the model is not fp32.
+        UnsupportedError: the form of a mechanism depends on the length or on values, positions end at a
+            length, the opset is not supported, or the model is not fp32.
         ValueError: the model or the vocabulary is of another kind, or they do not fit.
         ImportError: onnx, onnxscript or onnxruntime is missing.
     """
@@ -79,6 +79,11 @@ def export_transcriber(
     if n_mels != model.n_mels:
         raise ValueError(f"vocabulary has n_mels {n_mels}, but must have the {model.n_mels} of the model")
     check_exportable(model, opset)
+    positions = getattr(model.config, "positions", None)
+    if positions in ("learned", "axial"):
+        raise UnsupportedError(
+            f"positions is {positions!r}, but must be 'rotary', 'sinusoidal' or 'none' in a graph"
+        )
     traced = SamplesToSymbols(deepcopy(model).cpu(), rate).eval()
     content = _graph(traced, rate, opset)
     written = SpeechManifest(
