@@ -54,7 +54,7 @@ def export(
     if _is_speech(run_dir[0]):
         options = {"--int8": int8, "--fused": fused, "--aot": aot, "--temperature and the like": sampling}
         for option in (option for option, given in options.items() if given):
-            raise ValueError(f"{option} cannot be used with a model of speech")
+            raise ValueError(f"{option} cannot be used with models of speech")
         _export_speech(run_dir[0], out, force, opset)
         return
     _export(run_dir[0], out, force, aot, opset=opset, fused=fused, int8=int8, sampling=sampling)
