@@ -165,13 +165,38 @@ def test_other_folders_and_tasks_are_named(trained: Path, tmp_path: Path) -> Non
     )
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["export", "{run}", "{out}/onnx"],
-        ["export", "{run}", "{out}/web", "--web"],
-        ["convert", "{run}", "{out}/hf"],
-    ],
-)
-def test_exports_refuse_in_one_sentence(command: list[str], trained: Path, tmp_path: Path) -> None:
-    assert "ranscriber" in error(*[word.format(run=trained, out=tmp_path) for word in command])
+def test_an_exported_run_transcribes_the_same(trained: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    out, words = tmp_path / "speech.onnx", {"NO": 16_000, "TWO": 16_000, "ENTER": 44_100}
+    assert works("export", trained, out).stdout.startswith(f"{out / 'plain.onnx'}: ")
+    files = [
+        write_wave(tmp_path / f"{word}.wav", [spoken(word, rate)] * 2, rate) for word, rate in words.items()
+    ]
+    for beam in (1, 8):
+        options = (*files, "--beam-size", beam)
+        expected = works("transcribe", trained, *options).stdout
+        assert works("transcribe", out, *options).stdout == expected
+        assert expected.startswith("N OW\n")
+    short = write_wave(tmp_path / "short.wav", [tone(300, 0.01)])
+    for command, sentence in (
+        (("transcribe", out, short), "short.wav has 160 samples, but must have at least 400"),
+        (("transcribe", out, files[0], "--device", "cuda"), "cuda, but an exported model runs on the CPU"),
+        (("export", out, tmp_path / "x"), "is not a model's folder"),
+        (
+            ("generate", out, "--engine", "onnx"),
+            "has the format 'unrolled-onnx-speech' in version 1, but must",
+        ),
+        (("transcribe", tmp_path / "none.onnx", files[0]), "is not a model's folder"),
+        (("export", trained, trained), "is not empty, but must be, or hold an export of"),
+        (("export", trained, tmp_path / "x", "--opset", 3), "opset is 3, but must be from 20 to 25"),
+    ):
+        assert sentence in error(*command)
+    for option in (["--int8"], ["--fused"], ["--aot"], ["--temperature", 0]):
+        message = error("export", trained, tmp_path / "x", *option)
+        assert message.startswith(str(option[0]))
+        assert message.endswith("cannot be used with models of speech")
+    assert not (tmp_path / "x").exists()
+
+
+def test_hugging_face_is_refused_in_one_sentence(trained: Path, tmp_path: Path) -> None:
+    assert "ranscriber" in error("convert", trained, tmp_path / "hf")

@@ -31,6 +31,22 @@ def test_linear_attention(T, heads, gated, normalize):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([(2, 2), (4, 2)]), st.booleans())
+def test_bidirectional_linear_attention(T, S, heads, normalize):
+    (H, G), generator = heads, torch.Generator().manual_seed(T)
+
+    def rand(*size):
+        return torch.rand(*size, generator=generator, dtype=torch.float64)
+
+    q, k, v = rand(2, T, H, 3), rand(2, S, G, 3), rand(2, S, G, 5)
+    operator = next(iter(forms.portable().values()))
+    found = operator(q, k, v, None, None, None, None, False, normalize, None, None)
+    expected, after = linear_attention_reference(q, k, v, return_state=True, normalize=normalize)
+    for x, y in zip(found[:3], (expected, *after), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
 def test_linear_attention_of_mapped_queries_and_keys():
     q, k, v = (torch.randn(2, 5, 1, 3) for _ in range(3))
     state, phi = LinearState(torch.rand(2, 1, 3, 3), torch.rand(2, 1, 3)), Elu(3)
@@ -63,8 +79,12 @@ def test_packs_and_other_directions_are_refused():
     x = torch.ones(1, 2, 1, 3)
     state = torch.zeros(1, 1, 3, 3), torch.zeros(1, 1, 3)
     for form in (forms.portable(), forms.fused()):
-        with pytest.raises(UnsupportedError, match="causal, from a state, without packs"):
-            next(iter(form.values()))(x, x, x, None, *state, None, False, True, None, None)
+        linear = next(iter(form.values()))
+        with pytest.raises(UnsupportedError, match="not packs"):
+            linear(x, x, x, None, *state, torch.tensor([0, 2]), True, True, None, None)
+        for left in ((None, *state, None, False), (x[..., 0], None, None, None, False), (*[None] * 4, True)):
+            with pytest.raises(UnsupportedError, match="causal from a state, or bidirectional without state"):
+                linear(x, x, x, *left, True, None, None)
     with pytest.raises(UnsupportedError, match="export the plain graph"):
         forms.fused_linear_attention((x, x, x, None, *state, False))
     with pytest.raises(UnsupportedError, match="not packs"):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import error, everything, works
+from transcribers import VOCABULARY, make, make_lstm
 
 import unrolled
 from unrolled import demo_models
@@ -22,7 +23,7 @@ from unrolled.data import Vocabulary
 from unrolled.data._tokenizer import TextTokenizer
 from unrolled.decode import load_model, plan
 from unrolled.interop import web
-from unrolled.interop.onnx import Manifest, is_export_of, load
+from unrolled.interop.onnx import Manifest, is_export_of, load, load_transcriber
 from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
 from unrolled.ops import native
 
@@ -101,6 +102,25 @@ def test_a_page_is_complete(run, runtime, tmp_path):
     assert (out / "runtime" / "ThirdPartyNotices.txt").stat().st_size > 1000
     source = Path(unrolled.__file__).with_name("web")
     assert {path.name for path in source.iterdir()} < {path.name for path in out.iterdir()}
+
+
+def test_a_page_of_models_of_speech(runtime, tmp_path):
+    softmax, lstm = tmp_path / "softmax", tmp_path / "lstm"
+    for folder, model in ((softmax, make("softmax", n_layers=1)), (lstm, make_lstm())):
+        VOCABULARY.attach(model).save(folder)
+    out, options = tmp_path / "page", ("--web", "--runtime", runtime)
+    assert "--temperature and the like cannot be used with models of speech" in error(
+        "export", softmax, out, *options, "--temperature", 1
+    )
+    works("export", softmax, lstm, out, *options)
+    entries = json.loads((out / "models.json").read_text())
+    assert [(x["title"], x["kind"], x["group"]) for x in entries] == [
+        ("Softmax attention", "speech", "Speech"),
+        ("BiLSTM", "speech", "Speech"),
+    ]
+    assert load_transcriber(out / "models" / "lstm").vocabulary == VOCABULARY
+    assert web.is_current_page_of(out, {"softmax": softmax, "lstm": lstm})
+    assert not web.is_current_page_of(out, {"softmax": lstm, "lstm": lstm})
 
 
 def test_a_page_is_written_again_for_the_same_models_only(run, runtime, tmp_path):
@@ -216,7 +236,9 @@ def test_names_and_vocabularies_are_checked(run, tmp_path):
     pieces = tmp_path / "pieces"
     pieces.mkdir()
     (pieces / "vocabulary.json").write_text('{"kind": "bpe"}')
-    with pytest.raises(ValueError, match="kind 'bpe', but must have 'text', 'tokenizer', 'image' or 'ids'"):
+    with pytest.raises(
+        ValueError, match="kind 'bpe', but must have 'text', 'tokenizer', 'image', 'ids' or 'speech'"
+    ):
         web.write_site({"pieces": pieces}, tmp_path / "page")
 
 

@@ -30,6 +30,11 @@ def load_for(task: data.Task, run_dir: Path) -> Any:
     return model
 
 
+def is_exported(folder: Path) -> bool:
+    """Whether this is a folder of `unrolled export` rather than of a run."""
+    return (folder / "manifest.json").exists() and not (folder / "config.json").exists()
+
+
 def packed_as(folder: Path, weights: Weights | None) -> Weights | None:
     """Return the form of the packed weights in a folder, None if they are not packed.
 

@@ -23,20 +23,27 @@ def write_page(runs: Sequence[Path], out: Path, *, force: bool, **options: Any) 
 
     Raises:
         ValueError: `out` holds anything but a page of these runs and `force` is False, two folders have the
-            same name, a model does not predict tokens or has another model's vocabulary, or as `write_site`.
+            same name, a model neither predicts tokens nor transcribes, or has another model's vocabulary,
+            models of speech alone were given a sampling option, or as `write_site`.
     """
     from unrolled.cli._models import load_for
-    from unrolled.data import Vocabulary
+    from unrolled.data import Task, Vocabulary
     from unrolled.folders import check_folder
     from unrolled.interop.web import is_page_of, write_site
 
     named: dict[str, Path] = {}
+    tasks = set()
     for run in runs:
         name = run.resolve().name
         if name in named:
             raise ValueError(f"{named[name]} and {run} have the same name, but the page needs distinct names")
-        Vocabulary.load(run).check(load_for("tokens", run).config.vocab_size)
+        vocabulary = Vocabulary.load(run)
+        task: Task = "transcription" if vocabulary.kind == "speech" else "tokens"
+        vocabulary.check(load_for(task, run).config.vocab_size)
+        tasks.add(task)
         named[name] = run
+    if options["sampling"] and tasks == {"transcription"}:
+        raise ValueError("--temperature and the like cannot be used with models of speech")
     check_folder(out, "a page of these runs", lambda: is_page_of(out, named), force=force)
     write_site(named, out, **options)
     typer.echo(f"The page: {out / 'index.html'}. Serve it with any static server, such as")

@@ -36,7 +36,8 @@ def export(
       unrolled export runs/digits runs/digits-softmax page --web
 
     A graph maps tokens and a state to logits and the next state, for any batch size and length. The
-    sampling options, from --temperature on, become its defaults.
+    sampling options, from --temperature on, become its defaults. The graph of a model of speech maps samples
+    to log-probabilities of symbols, and takes no option but --opset and --force.
     """
     from unrolled.cli._page import write_page
 
@@ -50,7 +51,35 @@ def export(
         raise ValueError("--webgpu and --runtime require --web")
     if len(run_dir) > 1:
         raise ValueError(f"{len(run_dir)} runs were given, but must be one without --web")
+    if _is_speech(run_dir[0]):
+        options = {"--int8": int8, "--fused": fused, "--aot": aot, "--temperature and the like": sampling}
+        for option in (option for option, given in options.items() if given):
+            raise ValueError(f"{option} cannot be used with models of speech")
+        _export_speech(run_dir[0], out, force, opset)
+        return
     _export(run_dir[0], out, force, aot, opset=opset, fused=fused, int8=int8, sampling=sampling)
+
+
+def _is_speech(run: Path) -> bool:
+    """Whether the vocabulary of a run is one of speech."""
+    from unrolled.data import Vocabulary
+
+    return Vocabulary.load(run).kind == "speech"
+
+
+def _export_speech(run: Path, out: Path, force: bool, opset: int) -> None:
+    """Write the folder of a run of speech."""
+    from unrolled.cli._models import load_for
+    from unrolled.data import Vocabulary
+    from unrolled.folders import check_folder, writing_folder
+    from unrolled.interop import onnx
+
+    model, vocabulary = load_for("transcription", run).float(), Vocabulary.load(run)
+    check_folder(out, f"an export of {run}", lambda: onnx.is_export_of(out, model), force=force)
+    with writing_folder(out) as folder:
+        manifest = onnx.export_transcriber(model, folder, vocabulary=vocabulary, opset=opset)
+    for graph in manifest.graphs.values():
+        typer.echo(f"{out / graph['file']}: {graph['bytes']:,} bytes")
 
 
 def _export(run: Path, out: Path, force: bool, aot: bool, **options: Any) -> None:

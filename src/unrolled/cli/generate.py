@@ -162,14 +162,14 @@ def _load_run(folder: Path, device: str | None, weights: Weights | None) -> Any:
     Without the kernels that a plan needs, packed weights are unpacked.
     """
     from unrolled.cli._device import choose, require_cpu
-    from unrolled.cli._models import load_for, packed_as
+    from unrolled.cli._models import is_exported, load_for, packed_as
     from unrolled.decode import load, plan
     from unrolled.ops import native
 
     if (packed := packed_as(folder, weights)) is not None:
         require_cpu(device, packed)
         return load(folder) if native.available() else load_for("tokens", folder)
-    if (folder / "manifest.json").exists() and not (folder / "config.json").exists():
+    if is_exported(folder):
         raise ValueError(f"{folder} is a folder of unrolled export: run it with --engine onnx")
     if weights is None:
         return load_for("tokens", folder).to(choose(device))

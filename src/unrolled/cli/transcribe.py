@@ -1,15 +1,24 @@
 """`unrolled transcribe`."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from unrolled.cli._options import Device
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from unrolled.data import Vocabulary
+    from unrolled.generation.transcription import Transcribes
+
+    Read = Callable[[Path], Tensor]
+
 
 def transcribe(
-    run_dir: Annotated[Path, typer.Argument(help="Run folder of unrolled train on speech.")],
+    run_dir: Annotated[Path, typer.Argument(help="Run folder of a model of speech, or an export of it.")],
     files: Annotated[
         list[Path], typer.Argument(metavar="FILE...", help="Sounds: WAV, FLAC, Ogg, MP3 and others.")
     ],
@@ -20,23 +29,45 @@ def transcribe(
 ) -> None:
     """Write down what is said in sound files, one line for each, with the best weights of a run.
 
-    Sounds may have any sampling rate and number of channels: they are resampled and mixed down.
+    Sounds may have any sampling rate and number of channels: they are resampled and mixed down. A folder of
+    unrolled export runs in ONNX Runtime.
 
     \b
     Examples:
       unrolled transcribe runs/speech hello.wav
       unrolled transcribe runs/digits one.wav two.flac --beam-size 8
+      unrolled export runs/speech speech.onnx
+      unrolled transcribe speech.onnx hello.wav
     """
     from unrolled import generation
+    from unrolled.cli._models import is_exported
+
+    if beam_size < 1:
+        raise ValueError(f"--beam-size is {beam_size}, but must be at least 1")
+    load = _exported if is_exported(run_dir) else _run
+    model, vocabulary, read = load(run_dir, device)
+    sounds = [read(file) for file in files]
+    for ids in generation.transcribe(model, sounds, beam_size=beam_size):
+        typer.echo(vocabulary.decode(ids))
+
+
+def _run(folder: Path, device: str | None) -> "tuple[Transcribes, Vocabulary, Read]":
+    """Load the model of a run, its vocabulary, and the function that reads its input of a sound file."""
     from unrolled.cli._device import choose
     from unrolled.cli._models import load_for
     from unrolled.data import Vocabulary
 
-    if beam_size < 1:
-        raise ValueError(f"--beam-size is {beam_size}, but must be at least 1")
-    model = load_for("transcription", run_dir)
-    vocabulary = Vocabulary.load(run_dir)
+    model = load_for("transcription", folder)
+    vocabulary = Vocabulary.load(folder)
     vocabulary.check(model.config.vocab_size)
-    sounds = [vocabulary.features(file) for file in files]
-    for ids in generation.transcribe(model.to(choose(device)), sounds, beam_size=beam_size):
-        typer.echo(vocabulary.decode(ids))
+    return model.to(choose(device)), vocabulary, vocabulary.features
+
+
+def _exported(folder: Path, device: str | None) -> "tuple[Transcribes, Vocabulary, Read]":
+    """Load the same of an exported model."""
+    from unrolled.interop import onnx
+
+    if device not in (None, "cpu"):
+        raise ValueError(f"--device is {device}, but an exported model runs on the CPU")
+    model = onnx.load_transcriber(folder)
+    return model, model.vocabulary, model.vocabulary.samples

@@ -8,12 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
+import torch
 from annotated_types import Len, MinLen
 from torch import Tensor
 
 from unrolled.data._bpe import BytePairs
 from unrolled.data._codec import Codec
-from unrolled.data._sound import log_mel, read_sound
+from unrolled.data._sound import FULL_SCALE, log_mel, read_sound
 from unrolled.data._tokenizer import TextTokenizer
 from unrolled.fields import Checked, Count, Size
 
@@ -188,6 +189,17 @@ class Vocabulary(Checked):
     @cached_property
     def _byte_pairs(self) -> BytePairs:
         return BytePairs.of_json(self.pieces or "")
+
+    def samples(self, path: str | Path) -> Tensor:
+        """Return the samples of a sound file at the rate of the model, fp32 [n] from -1 to 1.
+
+        Raises:
+            ImportError: a library of the extra `speech` is not installed.
+            ValueError: it is not a file of sound, or these are not ids of speech.
+        """
+        if self.rate is None:
+            raise ValueError(f"kind is {self.kind!r}, but must be 'speech' to read sounds")
+        return torch.from_numpy(read_sound(path, self.rate)) / FULL_SCALE
 
     def features(self, path: str | Path) -> Tensor:
         """Return what a model of speech reads of a sound file, [T, n_mels].

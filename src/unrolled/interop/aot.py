@@ -13,8 +13,9 @@ from torch import Tensor
 
 from unrolled.files import write_file
 from unrolled.interop.onnx.graph import Recurrence, exported, quiet
-from unrolled.interop.onnx.manifest import Manifest, describe_file
+from unrolled.interop.onnx.manifest import Manifest
 from unrolled.interop.onnx.model import ExportedModel
+from unrolled.interop.onnx.record import describe_file
 
 PACKAGE = "step.pt2"
 

@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import TypedDict
 
 import unrolled
+from unrolled import data
 from unrolled.decode import load_model
 from unrolled.extras import how_to_install
 from unrolled.files import write_file
 from unrolled.folders import writing_folder
+from unrolled.models.ctc import CTCModel
 
 PACKAGE, VERSION = "onnxruntime-web", "1.30.0"
 BUILDS = {
@@ -99,14 +101,20 @@ def write_site(
         entries: list[Entry] = []
         for name, run in runs.items():
             folder = page / "models" / name
-            written = onnx.export(
-                load_model(run),
-                folder,
-                probes=True,
-                vocabulary=Path(run) / "vocabulary.json",
-                opset=opset,
-                sampling=sampling,
-            )
+            model = load_model(run)
+            written: onnx.Manifest | onnx.SpeechManifest
+            if isinstance(model, CTCModel):
+                units = data.Vocabulary.load(Path(run))
+                written = onnx.export_transcriber(model, folder, vocabulary=units, opset=opset)
+            else:
+                written = onnx.export(
+                    model,
+                    folder,
+                    probes=True,
+                    vocabulary=Path(run) / "vocabulary.json",
+                    opset=opset,
+                    sampling=sampling,
+                )
             size = (folder / written.graphs["plain"]["file"]).stat().st_size
             entries.append(_entry(name, written.model, vocabularies[name], size))
         for source in _sources():
@@ -136,7 +144,7 @@ def is_current_page_of(folder: str | Path, runs: Mapping[str, str | Path]) -> bo
         return False
     copies = {source: folder / source.name for source in _sources()}
     return (
-        all(onnx.Manifest.load(folder / "models" / x).unrolled == unrolled.__version__ for x in runs)
+        all(onnx.read_manifest(folder / "models" / x).unrolled == unrolled.__version__ for x in runs)
         and all(copy.is_file() and copy.read_bytes() == x.read_bytes() for x, copy in copies.items())
         and (folder / "runtime" / RUNTIME_INDEX).is_file()
     )
@@ -248,10 +256,10 @@ def _vocabulary(name: str, run: Path) -> Vocabulary:
         kind = vocabulary["kind"]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
-    if kind not in ("text", "tokenizer", "image", "ids"):
+    if kind not in ("text", "tokenizer", "image", "ids", "speech"):
         raise ValueError(
             f"{run} has a vocabulary of the kind {kind!r}, "
-            "but must have 'text', 'tokenizer', 'image' or 'ids' for a page"
+            "but must have 'text', 'tokenizer', 'image', 'ids' or 'speech' for a page"
         )
     if kind == "tokenizer" and not _has_byte_pairs(str(vocabulary.get("tokenizer"))):
         raise ValueError(
@@ -289,17 +297,19 @@ def _entry(name: str, model: Mapping[str, object], vocabulary: Vocabulary, size:
         attention = " and ".join(dict.fromkeys(attention))
     words = str(attention).replace("_", " ")
     title = f"{words.capitalize()} attention" if "attention" in model else words.upper()
+    if attention is None:  # of what has neither, a model of speech
+        title = "BiLSTM"
     sizes = vocabulary.get("shape")
     if vocabulary.get("data"):
         group = str(vocabulary["data"])
     elif isinstance(sizes, list):
         group = f"{sizes[0]} × {sizes[1]} pixels"
     else:
-        group = "Token ids" if vocabulary["kind"] == "ids" else "Text"
+        group = {"ids": "Token ids", "speech": "Speech"}.get(str(vocabulary["kind"]), "Text")
     return {
         "name": name,
         "title": title,
-        "kind": "image" if vocabulary["kind"] == "image" else "text",
+        "kind": str(vocabulary["kind"]) if vocabulary["kind"] in ("image", "speech") else "text",
         "attention": attention,
         "transformer": "attention" in model,
         "group": group,

@@ -65,12 +65,18 @@ class BiLSTMTranscriber(CTCModel):
         self.norms = nn.ModuleList(nn.LayerNorm(width) for width in widths)
         self.dropout = Dropout(config.dropout)
 
-    def encode(self, x: Tensor, padding: Tensor) -> Tensor:
-        """Read frames `[B,T,d_model]` with `padding [B,T]`: `[B,T,2 hidden_size]`."""
-        lengths = (~padding).sum(1).clamp(min=1).cpu()  # a row without frames reads one of zeros
+    def encode(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        """Read frames `[B,T,d_model]`, with `padding [B,T]` if any: `[B,T,2 hidden_size]`."""
         for norm, layer in zip(self.norms, self.layers, strict=True):
             x = self.dropout(norm(x))
-            packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-            x, _ = pad_packed_sequence(layer(packed)[0], batch_first=True, total_length=padding.shape[1])
+            x = layer(x)[0] if padding is None else _valid_frames(layer, x, padding)
         dropped: Tensor = self.dropout(x)
         return dropped
+
+
+def _valid_frames(layer: nn.Module, x: Tensor, padding: Tensor) -> Tensor:
+    """Run a layer on the valid frames of each row of `x [B,T,d]`; its output is 0 at padding."""
+    lengths = (~padding).sum(1).clamp(min=1).cpu()  # a row without frames reads one of zeros
+    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    y, _ = pad_packed_sequence(layer(packed)[0], batch_first=True, total_length=padding.shape[1])
+    return y

@@ -44,13 +44,13 @@ class Subsampling(Layer):
         super().__init__()
         self.convs = nn.ModuleList(nn.Conv1d(n, d_model, 3, stride=2, padding=1) for n in (n_mels, d_model))
 
-    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """`[B,T,n_mels]` to `[B,ceil(T/4),d_model]`; `padding [B,T]` is True at padding, which becomes 0."""
         dtype = cast(Tensor, self.convs[0].weight).dtype
         for conv in self.convs:
-            x = F.gelu(conv(without_padding(x, padding).mT)).mT
-            padding = padding[:, ::2]
-        return without_padding(x, padding).to(dtype)  # autocast must not narrow the residual stream
+            x = F.gelu(conv(_cleared(x, padding).mT)).mT
+            padding = None if padding is None else padding[:, ::2]
+        return _cleared(x, padding).to(dtype)  # autocast must not narrow the residual stream
 
 
 class CTCModel(SavedModel):
@@ -71,8 +71,8 @@ class CTCModel(SavedModel):
         self.subsampling = Subsampling(n_mels, d_model)
         self.head = Categorical(hidden_size, vocab_size + 1, bias=True)
 
-    def encode(self, x: Tensor, padding: Tensor) -> Tensor:
-        """Read frames `[B,T,d_model]` with `padding [B,T]`; return the input of the output layer."""
+    def encode(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        """Read frames `[B,T,d_model]`, with `padding [B,T]` if any; return the input of the output layer."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
@@ -95,8 +95,9 @@ class CTCModel(SavedModel):
         if x.dim() != 3 or x.shape[1] == 0 or x.shape[2] != self.n_mels or not x.is_floating_point():
             must_be = f"floating point [B, T, {self.n_mels}] with T of at least 1"
             raise wrong("x", f"{x.dtype} of shape {shape(x)}", must_be)
-        padding = _padding(x, key_padding_mask)
-        return self.head.log_probs(self.encode(self.subsampling(x, padding), subsampled(padding)))
+        padding = None if key_padding_mask is None else _padding(x, key_padding_mask)
+        left = None if padding is None else subsampled(padding)
+        return self.head.log_probs(self.encode(self.subsampling(x, padding), left))
 
     def loss(self, inputs: Tensor, targets: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Mean -log p(y | x) in nats for each symbol of y, in at least fp32; their sum if there is none.
@@ -156,6 +157,10 @@ def ctc_loss(log_probs: Tensor, targets: Tensor, frames: Tensor) -> Tensor:
 def subsampled(padding: Tensor) -> Tensor:
     """The padding of the frames that are left: `[B,T]` -> `[B,ceil(T/4)]`."""
     return padding[:, ::SUBSAMPLING]
+
+
+def _cleared(x: Tensor, padding: Tensor | None) -> Tensor:
+    return x if padding is None else without_padding(x, padding)
 
 
 def _padding(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:

@@ -64,7 +64,7 @@ class Transcriber(CTCModel, RecomputingModel):
         self.stack = make_stack(config, causal=False)
         init_weights(self, config)
 
-    def encode(self, x: Tensor, padding: Tensor) -> Tensor:
-        """Read frames `[B,T,d_model]` with `padding [B,T]`: `[B,T,d_model]`."""
+    def encode(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        """Read frames `[B,T,d_model]`, with `padding [B,T]` if any: `[B,T,d_model]`."""
         y = self.dropout(self.positions(x, key_padding_mask=padding))
         return self.stack(y, recompute=self.recompute, key_padding_mask=padding)

@@ -57,12 +57,13 @@ async function begin(name, graph, runtimes, onBytes) {
   throw new Failure(`${name} cannot be run: ${reason}`);
 }
 
-export class Engine {
+/** An exported model of any kind: its manifest, its vocabulary and its graph in a runtime. */
+export class Graph {
   /** Load the model in a folder: its manifest, then the files that the manifest vouches for. */
   static async load(folder, runtimes, onBytes) {
     const manifest = await fetchJson(`${folder}/manifest.json`);
-    if (manifest.format !== "unrolled-onnx" || manifest.version !== 1) {
-      throw new Failure(`${folder}/manifest.json is of the format ${manifest.format} ${manifest.version}; this page reads unrolled-onnx 1.`);
+    if (manifest.format !== this.format || manifest.version !== 1) {
+      throw new Failure(`${folder}/manifest.json is of the format ${manifest.format} ${manifest.version}; this page reads ${this.format} 1.`);
     }
     const words = `${folder}/vocabulary.json`;
     const vocabulary = parseJson(words, await fetchChecked(words, manifest.files["vocabulary.json"]));
@@ -73,12 +74,17 @@ export class Engine {
     if (!same(session.inputNames, manifest.inputs) || !same(session.outputNames, manifest.outputs)) {
       throw new Failure(`${folder}/${file} has other inputs or outputs than its manifest: they are of two models.`);
     }
-    return new Engine(ort, session, provider, runtimes.name, manifest, vocabulary);
+    return new this(ort, session, provider, runtimes.name, manifest, vocabulary);
   }
 
   constructor(ort, session, provider, runtime, manifest, vocabulary) {
     Object.assign(this, { ort, session, provider, runtime, manifest, vocabulary });
   }
+}
+
+/** A model that reads tokens after a state. */
+export class Engine extends Graph {
+  static format = "unrolled-onnx";
 
   /** The state before the first token: an object of tensors by name. */
   initState() {

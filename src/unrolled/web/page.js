@@ -6,6 +6,8 @@ import { Memory } from "./memory.js";
 import { EXAMPLES, Pad } from "./pad.js";
 import { colour, paintChart, paintImage } from "./pictures.js";
 import { generate } from "./sampling.js";
+import { Speech } from "./speech.js";
+import { Transcriber } from "./transcriber.js";
 import { Vocabulary } from "./vocabulary.js";
 
 const $ = (id) => document.getElementById(id);
@@ -19,10 +21,11 @@ let group; // what is on show: { kind, models: [model, ...] }
 let stop; // ends the run in progress
 let running = Promise.resolve(); // that run, to wait for
 
-// For scripts: what was made, by the name of the model. document.body.dataset.state says how far the page is.
+// For scripts: what was made, by the name of the model, and the last sound. document.body.dataset.state says how far the page is.
 window.unrolled = { runs: {} };
 
 const setState = (state) => (document.body.dataset.state = state);
+const speech = new Speech({ setState, fail });
 
 function fail(error) {
   $("failure").textContent = error instanceof Failure ? error.message : `Something went wrong: ${error.message}`;
@@ -59,7 +62,8 @@ function load(entry, onBytes) {
   if (!loaded.has(entry.name)) {
     runtimes ??= Runtimes.find();
     runtimes.catch(() => (runtimes = undefined)); // choosing the group again tries again
-    const engine = runtimes.then((found) => Engine.load(`models/${entry.name}`, found, onBytes));
+    const kind = entry.kind === "speech" ? Transcriber : Engine;
+    const engine = runtimes.then((found) => kind.load(`models/${entry.name}`, found, onBytes));
     engine.catch(() => loaded.delete(entry.name));
     loaded.set(entry.name, engine);
   }
@@ -69,6 +73,7 @@ function load(entry, onBytes) {
 /** Load the models of a group, if they are not here yet, and show them. */
 async function show(name) {
   stop?.();
+  speech.leave();
   setState("loading");
   const entries = groups.get(name);
   $("failure").hidden = true;
@@ -85,21 +90,37 @@ async function show(name) {
   const failed = results.filter((result) => result.status === "rejected").map((result) => result.reason);
   if (failed.length === results.length) throw failed[0];
 
-  group = { kind: entries[0].kind, models: [] };
+  const { kind } = entries[0];
+  group = { kind, models: [] };
   results.forEach((result, i) => {
-    if (result.status === "fulfilled") group.models.push(makeModel(entries[i], result.value));
+    if (result.status !== "fulfilled") return;
+    const [entry, engine] = [entries[i], result.value];
+    group.models.push(kind === "speech" ? { entry, engine } : makeModel(entry, engine));
   });
   const names = { webgpu: "WebGPU", wasm: "WebAssembly" };
   const providers = new Set(group.models.map((model) => names[model.engine.provider]));
   $("runtime").textContent = `${group.models[0].engine.runtime}, on ${Array.from(providers).join(" and ")}.`;
-  introduce();
-  prepare();
+  if (kind === "speech") {
+    speech.show(group.models);
+    entitle("Speech, written down", "");
+  } else {
+    introduce();
+    prepare();
+    $("models").replaceChildren(...group.models.map((model) => model.card));
+  }
+  for (const id of ["bench", "cost", "inside"]) $(id).hidden = kind === "speech";
+  $("speech").hidden = kind !== "speech";
   $("loading").hidden = true;
   $("demo").hidden = false;
-  $("models").replaceChildren(...group.models.map((model) => model.card));
   setState("ready");
   if (failed.length) fail(failed[0]); // the others can still be used
   refresh();
+}
+
+function entitle(title, ...introduction) {
+  $("title").textContent = title;
+  document.title = `unrolled: ${title[0].toLowerCase()}${title.slice(1)}`;
+  $("introduction").replaceChildren(...introduction);
 }
 
 /** Say what the models on show are, and what each has to keep. */
@@ -108,10 +129,8 @@ function introduce() {
   const constant = transformers.some((model) => !model.engine.grows);
   const rest = constant ? "that runs as an RNN" : "one token at a time";
   const title = transformers.length ? `A transformer${constant ? " " : ", "}${rest}` : "A recurrent network, one token at a time";
-  $("title").textContent = title;
-  document.title = `unrolled: ${title[0].toLowerCase()}${title.slice(1)}`;
   const trained = transformers.length ? "Trained on whole sequences at once, a model goes on here one token at a time." : "";
-  $("introduction").replaceChildren(trained, ...group.models.flatMap((model) => {
+  entitle(title, trained, ...group.models.flatMap((model) => {
     const name = Object.assign(document.createElement("strong"), { className: model.side, textContent: model.title });
     return [" ", name, model.engine.grows ? " keeps more with every token." : " keeps all that it has read in a state that never grows."];
   }));
@@ -214,7 +233,7 @@ function order() {
 
 /** Show what has been given, and what has not been made yet. */
 function refresh() {
-  if (!group || stop) return;
+  if (!group || stop || group.kind === "speech") return;
   $("rows-shown").textContent = `${pad.rows} of ${pad.height}`;
   let found;
   try {

@@ -2,10 +2,27 @@
 
 A graph is the recurrence itself, tokens and state in, logits and state out, with batch and length open. One
 graph therefore reads a prompt in parallel and generates token by token.
+
+`export_transcriber` and `load_transcriber` do the same for models of speech, whose graph maps samples to
+log-probabilities of symbols.
 """
 
-from unrolled.interop.onnx.folder import export, is_export_of
+from unrolled.interop.onnx.folder import export, is_export_of, read_manifest
 from unrolled.interop.onnx.manifest import Manifest
 from unrolled.interop.onnx.model import OnnxModel, load
+from unrolled.interop.onnx.speech import export_transcriber
+from unrolled.interop.onnx.speech_manifest import SpeechManifest
+from unrolled.interop.onnx.transcriber import OnnxTranscriber, load_transcriber
 
-__all__ = ["Manifest", "OnnxModel", "export", "is_export_of", "load"]
+__all__ = [
+    "Manifest",
+    "OnnxModel",
+    "OnnxTranscriber",
+    "SpeechManifest",
+    "export",
+    "export_transcriber",
+    "is_export_of",
+    "load",
+    "load_transcriber",
+    "read_manifest",
+]

@@ -11,15 +11,16 @@ from typing import Any
 from torch import nn
 
 from unrolled.contract import Recurrent, UnsupportedError
-from unrolled.files import write_file
+from unrolled.data import VOCABULARY_FILE
 from unrolled.generation import generate
 from unrolled.interop.onnx import manifest as _manifest
 from unrolled.interop.onnx.graph import Recurrence
-from unrolled.interop.onnx.manifest import FileEntry, GraphEntry, Manifest, Probe, describe_file
+from unrolled.interop.onnx.manifest import Manifest, Probe
+from unrolled.interop.onnx.record import Record
+from unrolled.interop.onnx.speech_manifest import SpeechManifest
 from unrolled.interop.onnx.write import probe_names, quantized, to_onnx
 from unrolled.training.checkpoint import fingerprint
 
-VOCABULARY = "vocabulary.json"
 OPSET = 20
 
 
@@ -28,10 +29,22 @@ def weights_checksum(model: nn.Module) -> str:
     return fingerprint(*model.state_dict().values())
 
 
+def read_manifest(folder: str | Path) -> Record:
+    """Read the manifest of an exported model of any kind.
+
+    Raises:
+        ValueError: there is none, it was changed after it was written, or it has another format.
+    """
+    try:
+        return Manifest.load(Path(folder))
+    except ValueError:
+        return SpeechManifest.load(Path(folder))
+
+
 def is_export_of(folder: str | Path, model: nn.Module) -> bool:
     """Whether `folder` holds an export of `model` with its current weights."""
     try:
-        return Manifest.load(Path(folder)).weights == weights_checksum(model)
+        return read_manifest(folder).weights == weights_checksum(model)
     except ValueError:
         return False
 
@@ -80,22 +93,10 @@ def export(
     generate(model, [], 0, **(sampling or {}))  # checks the ranges of the arguments
     exported = deepcopy(model).cpu().eval()  # the caller's model keeps its mode and device
     recurrence, contents = _graphs(exported, opset=opset, fused=fused, int8=int8, probes=probes)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _manifest.FILE_NAME).unlink(missing_ok=True)  # first: it must never describe other graphs
-    files: dict[str, FileEntry] = {}
-    if vocabulary is not None:
-        write_file(folder / VOCABULARY, Path(vocabulary).read_bytes())
-        files[VOCABULARY] = describe_file(folder / VOCABULARY)
-    graphs: dict[str, GraphEntry] = {}
-    for name, content in contents.items():
-        path = folder / f"{name}.onnx"
-        write_file(path, content)
-        graphs[name] = {"file": path.name, **describe_file(path)}
     written = _describe(exported, recurrence, opset)
     written.sampling |= dict(sampling or {})
-    written.graphs, written.files = graphs, files
-    written.save(folder)
+    files = {} if vocabulary is None else {VOCABULARY_FILE: Path(vocabulary).read_bytes()}
+    written.write(Path(folder), contents, files)
     return written
 
 

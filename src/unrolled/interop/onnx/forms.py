@@ -7,7 +7,8 @@ prompt is split into several, with the state passed between them.
     P = (Q K^T) * D        o = (P V + exp(b) Q S) / (P 1 + exp(b) Q z)
     S' = exp(b_T) S + (exp(b_T - b) K)^T V        z' = exp(b_T) z + (exp(b_T - b) K)^T 1
 
-with b the cumulated log gates and D_ij = exp(b_i - b_j) for i >= j; without gates b = 0.
+with b the cumulated log gates and D_ij = exp(b_i - b_j) for i >= j; without gates b = 0. Bidirectional
+attention, in models that read a whole sequence at once, has no state: o = Q (K^T V) / Q (K^T 1).
 """
 
 import math
@@ -24,6 +25,8 @@ from unrolled.ops.feature_maps.elementwise import ELEMENTWISE
 from unrolled.ops.linear import operator as _linear
 from unrolled.ops.linear.chunked import LOWEST_GATE
 from unrolled.ops.window import operator as _window
+
+PACKS = "an exported graph reads rows of one sequence each, not packs (cu_seqlens)"
 
 Forms = dict[OpOverload[..., object], Callable[..., object]]
 
@@ -51,7 +54,7 @@ LinearResult = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _of_a_call(form: Callable[[LinearCall], LinearResult]) -> Callable[..., LinearResult]:
-    """Give a form the signature of the operator; refuse calls that do not continue a state."""
+    """Give a causal form the signature of the operator; other calls take the bidirectional form."""
 
     def operator(
         q: Tensor,
@@ -66,11 +69,17 @@ def _of_a_call(form: Callable[[LinearCall], LinearResult]) -> Callable[..., Line
         feature_map: str | None,
         backend: str | None,
     ) -> LinearResult:
-        if kv is None or k_sum is None or cu_seqlens is not None or not causal:
-            raise UnsupportedError("an exported graph continues a state: causal, from a state, without packs")
+        if cu_seqlens is not None:
+            raise UnsupportedError(PACKS)
         if feature_map is not None:
             phi = ELEMENTWISE[feature_map].function
             q, k = phi(q), phi(k)
+        if not causal and kv is None and log_decay is None:
+            return bidirectional_linear_attention(q, k, v, normalize)
+        if not causal or kv is None or k_sum is None:
+            raise UnsupportedError(
+                "linear attention in a graph is causal from a state, or bidirectional without state and gates"
+            )
         return form((q, k, v, log_decay, kv, k_sum, normalize))
 
     return operator
@@ -105,6 +114,19 @@ def linear_attention(call: LinearCall) -> LinearResult:
     if through is not None:
         kv, k_sum = kv * through, k_sum * through.squeeze(-1)
     kv, k_sum = kv + k_to_end.mT @ v, k_sum + k_to_end.sum(2)
+    return o.transpose(1, 2).contiguous(), kv, k_sum, den
+
+
+def bidirectional_linear_attention(q: Tensor, k: Tensor, v: Tensor, normalize: bool) -> LinearResult:
+    """Compute the operator `unrolled::linear_attention` where every query reads all keys."""
+    share = q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B,H,T,R], [B,G,S,R], [B,G,S,M]
+    kv, k_sum = k.mT @ v, k.sum(2)
+    o, den = q @ _per_query_head(kv, share), q.new_empty(0)
+    if normalize:
+        den = q @ _per_query_head(k_sum, share).unsqueeze(-1)
+        o = _divide(o, den)
+        den = den.transpose(1, 2).contiguous()
     return o.transpose(1, 2).contiguous(), kv, k_sum, den
 
 
@@ -146,7 +168,7 @@ def window_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute the operator `unrolled::window_attention`, with the scores of all pairs."""
     if cu_seqlens is not None:
-        raise UnsupportedError("an exported graph reads rows of one sequence each, not packs (cu_seqlens)")
+        raise UnsupportedError(PACKS)
     T, S, share = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     ahead = torch.arange(S, device=q.device) - (torch.arange(T, device=q.device).unsqueeze(1) + (S - T))
@@ -170,7 +192,7 @@ def window_attention(
 def causal_conv(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute the operator `unrolled::causal_conv`."""
     if cu_seqlens is not None:
-        raise UnsupportedError("an exported graph reads rows of one sequence each, not packs (cu_seqlens)")
+        raise UnsupportedError(PACKS)
     return plain.forward(x, weight, state)
 
 

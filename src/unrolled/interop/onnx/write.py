@@ -6,7 +6,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from unrolled.contract import UnsupportedError
@@ -36,10 +37,7 @@ def to_onnx(model: Any, *, opset: int, fused: bool = False, probes: bool = False
         UnsupportedError: the model has no recurrent form or is not fp32, the opset cannot be written, or no
             part of the model is supported by the fused operator.
     """
-    if opset not in OPSETS:
-        raise UnsupportedError(f"opset is {opset}, but must be from {OPSETS[0]} to {OPSETS[-1]}")
-    if wrong := {x.dtype for x in model.parameters()} - {torch.float32}:
-        raise UnsupportedError(f"the model is {wrong.pop()}, but must be float32; convert it with .float()")
+    check_exportable(model, opset)
     replaced = forms.fused() if fused else forms.portable()
     reasons = []
     lengths: tuple[Length, ...] = ("any", 1)
@@ -59,12 +57,24 @@ def to_onnx(model: Any, *, opset: int, fused: bool = False, probes: bool = False
             )
         return recurrence, content
     raise UnsupportedError(
-        f"this model cannot be written as a graph: {_why(reasons[-1])}; "
+        f"this model cannot be written as a graph: {why(reasons[-1])}; "
         "linear, window and softmax attention can"
     ) from reasons[-1]
 
 
-def _why(error: Exception) -> str:
+def check_exportable(model: nn.Module, opset: int) -> None:
+    """Require an opset that can be written and a model in fp32.
+
+    Raises:
+        UnsupportedError: they are others.
+    """
+    if opset not in OPSETS:
+        raise UnsupportedError(f"opset is {opset}, but must be from {OPSETS[0]} to {OPSETS[-1]}")
+    if wrong := {x.dtype for x in model.parameters()} - {torch.float32}:
+        raise UnsupportedError(f"the model is {wrong.pop()}, but must be float32; convert it with .float()")
+
+
+def why(error: Exception) -> str:
     """Summarise an error of torch's exporter."""
     said = re.sub("\x1b\\[\\d+m", "", str(error))  # remove colours
     if missing := re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", said):
@@ -100,17 +110,25 @@ def compare(recurrence: Recurrence, session: "InferenceSession") -> None:
             expected = recurrence(tokens, *state)
             feeds = {name: x.numpy() for name, x in zip(inputs, (tokens, *state), strict=True)}
             for name, x, y in zip(outputs, session.run(outputs, feeds), expected, strict=True):
-                found, y = torch.from_numpy(x).double(), y.double()
-                if found.shape != y.shape:
-                    shapes = f"{list(found.shape)}, but must have {list(y.shape)}"
-                    raise DisagreementError(f"{name} has shape {shapes}")
-                # Equal infinities agree, but their difference is NaN.
-                apart = torch.where(found == y, 0.0, (found - y).abs())
-                size = torch.where(y.isfinite(), y.abs(), 0.0)
-                difference, largest = (float(z.max()) if z.numel() else 0.0 for z in (apart, size))
-                if not difference <= AGREEMENT * max(1.0, largest):
-                    raise DisagreementError(f"{name} differs from the model's by {difference:.1e}")
+                check_agreement(name, torch.from_numpy(x), y)
             state = expected[1 : 1 + len(state)]
+
+
+def check_agreement(name: str, found: Tensor, expected: Tensor) -> None:
+    """Compare an output of a graph with that of the model.
+
+    Raises:
+        DisagreementError: the shapes differ, or the numbers by more than `AGREEMENT` of the largest.
+    """
+    found, y = found.double(), expected.double()
+    if found.shape != y.shape:
+        raise DisagreementError(f"{name} has shape {list(found.shape)}, but must have {list(y.shape)}")
+    # Equal infinities agree, but their difference is NaN.
+    apart = torch.where(found == y, 0.0, (found - y).abs())
+    size = torch.where(y.isfinite(), y.abs(), 0.0)
+    difference, largest = (float(z.max()) if z.numel() else 0.0 for z in (apart, size))
+    if not difference <= AGREEMENT * max(1.0, largest):
+        raise DisagreementError(f"{name} differs from the model's by {difference:.1e}")
 
 
 def quantized(content: bytes) -> bytes:
@@ -126,8 +144,25 @@ def quantized(content: bytes) -> bytes:
         return path.read_bytes()
 
 
-@torch.no_grad()
 def _trace(recurrence: Recurrence, replaced: forms.Forms, opset: int) -> bytes:
+    names = [leaf.name for leaf in recurrence.leaves]
+    outputs = ["logits", *(f"next.{name}" for name in names), *probe_names(recurrence)]
+    model = translated(exported(recurrence), replaced, opset, ["tokens", *names], outputs)
+    _name_axes(model, recurrence)
+    content: bytes = model.SerializeToString()
+    return content
+
+
+@torch.no_grad()
+def translated(
+    program: ExportedProgram, replaced: forms.Forms, opset: int, inputs: list[str], outputs: list[str]
+) -> "ModelProto":
+    """Translate a traced program to ONNX, with the forms `replaced` of our operators.
+
+    Raises:
+        UnsupportedError: torch wrote another opset, or operators that are not ONNX's or ONNX Runtime's.
+        ImportError: onnx or onnxscript is missing.
+    """
     try:
         import onnx  # noqa: F401  # torch imports it too, with a less clear error
         import onnxscript  # noqa: F401
@@ -135,27 +170,23 @@ def _trace(recurrence: Recurrence, replaced: forms.Forms, opset: int) -> bytes:
         raise ImportError(
             f"exporting needs {error.name}, which is missing: {how_to_install('onnx')}"
         ) from error
-    names = [leaf.name for leaf in recurrence.leaves]
-    outputs = ["logits", *(f"next.{name}" for name in names), *probe_names(recurrence)]
     with quiet():
-        program = torch.onnx.export(
-            exported(recurrence).run_decompositions(replaced),
+        written = torch.onnx.export(
+            program.run_decompositions(replaced),
             opset_version=opset,
-            input_names=["tokens", *names],
+            input_names=inputs,
             output_names=outputs,
             dynamo=True,
             verbose=False,
         )
-    assert program is not None  # with dynamo
-    model = program.model_proto
+    assert written is not None  # with dynamo
+    model = written.model_proto
     found = {entry.domain: entry.version for entry in model.opset_import}
     if found.get("") != opset:
         raise UnsupportedError(f"opset is {opset}, but torch {torch.__version__} wrote {found.get('')}")
     if foreign := found.keys() - {"", "ai.onnx", "com.microsoft"}:
         raise UnsupportedError(f"the graph would need operators of {', '.join(sorted(foreign))}")
-    _name_axes(model, recurrence)
-    content: bytes = model.SerializeToString()
-    return content
+    return model
 
 
 def probe_names(recurrence: Recurrence) -> list[str]:

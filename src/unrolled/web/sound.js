@@ -1,0 +1,80 @@
+// Sounds as samples from -1 to 1 in one channel, at the rate of a model: of a file, or from the microphone.
+
+import { Failure } from "./files.js";
+
+export const LONGEST_RECORDING = 10; // seconds
+
+/** Decode a sound file, its bytes as an ArrayBuffer; channels are averaged. */
+export async function decode(bytes, rate, name) {
+  let sound;
+  try {
+    sound = await new OfflineAudioContext(1, 1, rate).decodeAudioData(bytes); // resamples to the rate of the context
+  } catch {
+    throw new Failure(`${name} cannot be read as a sound.`);
+  }
+  const samples = new Float32Array(sound.length);
+  for (let channel = 0; channel < sound.numberOfChannels; channel++) {
+    const values = sound.getChannelData(channel);
+    for (let i = 0; i < samples.length; i++) samples[i] += values[i] / sound.numberOfChannels;
+  }
+  return samples;
+}
+
+/** Record the microphone until the promise `stopped` is kept, or for the longest time; `started` is then called. */
+export async function record(rate, stopped, started) {
+  const stream = await microphone();
+  const context = new AudioContext();
+  const pieces = [];
+  try {
+    await context.audioWorklet.addModule("recorder.js");
+    const options = { numberOfOutputs: 0, channelCount: 1, channelCountMode: "explicit" };
+    const recorder = new AudioWorkletNode(context, "recorder", options);
+    recorder.port.onmessage = ({ data }) => pieces.push(data);
+    context.createMediaStreamSource(stream).connect(recorder);
+    await context.resume();
+    started();
+    await Promise.race([stopped, new Promise((resolve) => setTimeout(resolve, 1000 * LONGEST_RECORDING))]);
+  } finally {
+    for (const track of stream.getTracks()) track.stop();
+    await context.close();
+  }
+  return decode(wave(pieces, context.sampleRate), rate, "The recording"); // resamples better than a node would
+}
+
+async function microphone() {
+  if (!navigator.mediaDevices) throw new Failure("A browser gives a page the microphone only if it comes by https or from this device.");
+  // What browsers do for telephony would change what the model hears.
+  const plain = { channelCount: 1, echoCancellation: false, noiseSuppression: false, autoGainControl: false };
+  try {
+    return await navigator.mediaDevices.getUserMedia({ audio: plain });
+  } catch (error) {
+    throw new Failure(`The microphone cannot be used: ${error.message}.`);
+  }
+}
+
+/** A WAV file of one channel in float32, as an ArrayBuffer. */
+export function wave(pieces, rate) {
+  const size = 4 * pieces.reduce((sum, piece) => sum + piece.length, 0);
+  const file = new DataView(new ArrayBuffer(44 + size));
+  const write = (at, text) => Array.from(text, (letter, i) => file.setUint8(at + i, letter.charCodeAt(0)));
+  write(0, "RIFF");
+  file.setUint32(4, 36 + size, true);
+  write(8, "WAVEfmt ");
+  file.setUint32(16, 16, true); // bytes of the format
+  file.setUint16(20, 3, true); // IEEE float
+  file.setUint16(22, 1, true); // channels
+  file.setUint32(24, rate, true);
+  file.setUint32(28, 4 * rate, true); // bytes per second
+  file.setUint16(32, 4, true); // bytes per sample
+  file.setUint16(34, 32, true); // bits per sample
+  write(36, "data");
+  file.setUint32(40, size, true);
+  let at = 44;
+  for (const piece of pieces) {
+    for (const value of piece) {
+      file.setFloat32(at, value, true);
+      at += 4;
+    }
+  }
+  return file.buffer;
+}

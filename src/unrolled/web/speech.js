@@ -1,0 +1,103 @@
+// The part of the page for models of speech: a microphone, a file, and what each model writes down.
+
+import { Failure } from "./files.js";
+import { decode, LONGEST_RECORDING, record } from "./sound.js";
+
+const $ = (id) => document.getElementById(id);
+
+export class Speech {
+  /** `setState` says how far the page is; `fail` shows an error that nobody can do anything about. */
+  constructor({ setState, fail }) {
+    Object.assign(this, { setState, fail, models: [] });
+    $("record").addEventListener("click", () => (this.stop ? this.stop() : this.listen(() => this.recorded())));
+    $("sound").addEventListener("change", () => {
+      const [file] = $("sound").files;
+      if (file) this.listen(() => this.read(file));
+    });
+  }
+
+  /** Show models of one vocabulary: entries of models.json with their engines. */
+  show(models) {
+    this.models = models.map(({ entry, engine }) => {
+      const card = $("transcript-card").content.firstElementChild.cloneNode(true);
+      card.classList.add(entry.attention === "softmax" ? "softmax" : "linear");
+      card.querySelector("h2").textContent = entry.title;
+      return { name: entry.name, engine, card };
+    });
+    $("transcripts").replaceChildren(...this.models.map((model) => model.card));
+    this.say("");
+    this.offer(true);
+  }
+
+  /** End a recording and forget the models: others will be shown. */
+  leave() {
+    this.models = [];
+    this.stop?.();
+  }
+
+  say(status, fault = "") {
+    $("speech-status").textContent = status;
+    $("speech-fault").textContent = fault;
+  }
+
+  /** Let the person begin, or only stop a recording. */
+  offer(open) {
+    $("record").textContent = this.stop ? "Stop" : "Record";
+    $("record").disabled = !open && !this.stop;
+    $("sound").disabled = !open;
+  }
+
+  async recorded() {
+    const stopped = new Promise((resolve) => (this.stop = resolve));
+    this.offer(false);
+    try {
+      const started = () => this.say(`Listening, for ${LONGEST_RECORDING} seconds at most.`);
+      return await record(this.models[0].engine.manifest.rate, stopped, started);
+    } finally {
+      this.stop = undefined;
+    }
+  }
+
+  async read(file) {
+    return decode(await file.arrayBuffer(), this.models[0].engine.manifest.rate, file.name);
+  }
+
+  /** Take a sound from `read`, and let each model write it down. */
+  async listen(read) {
+    const { models } = this;
+    const gone = () => models !== this.models; // others are on show
+    this.setState("running");
+    this.say("");
+    this.offer(false);
+    for (const { card } of models) this.write(card, "", "");
+    try {
+      const samples = await read();
+      if (gone()) return;
+      this.offer(false);
+      this.say("Writing down.");
+      window.unrolled.sound = samples;
+      for (const { name, engine, card } of models) {
+        const { ids, text, ms } = await engine.transcribe(samples);
+        if (gone()) return;
+        window.unrolled.runs[name] = { ids, text };
+        this.write(card, text || "Nothing was heard.", `${ms.toFixed(0)} ms`);
+      }
+      this.say(`Done: ${(samples.length / models[0].engine.manifest.rate).toFixed(1)} seconds of sound.`);
+    } catch (error) {
+      if (gone()) return;
+      if (!(error instanceof Failure)) return this.fail(error);
+      this.say("", error.message);
+    } finally {
+      if (!gone()) {
+        $("sound").value = ""; // so that the same file can be chosen again
+        this.offer(true);
+        if (document.body.dataset.state === "running") this.setState("ready");
+      }
+    }
+  }
+
+  write(card, text, time) {
+    card.querySelector(".said").textContent = text;
+    card.querySelector(".took").textContent = time;
+  }
+}
