@@ -43,7 +43,10 @@ def test_both_engines_write_the_same(folders):
 def test_a_folder_of_the_wrong_kind(folders, tmp_path):
     run_dir, out = folders
     for arguments, sentence in (
-        (("generate", out), "is a folder of unrolled export: run it with --engine onnx"),
+        (
+            ("generate", out),
+            "is a folder of unrolled export: use --engine onnx, or unrolled transcribe for speech",
+        ),
         (("generate", run_dir, "--engine", "onnx"), "is not a folder of unrolled export"),
         (("generate", run_dir, "--graph", "int8"), "--graph is int8, but requires --engine onnx"),
         (("generate", out, "--engine", "onnx", "--graph", "int8"), "export again with --int8"),

@@ -170,7 +170,9 @@ def _load_run(folder: Path, device: str | None, weights: Weights | None) -> Any:
         require_cpu(device, packed)
         return load(folder) if native.available() else load_for("tokens", folder)
     if is_exported(folder):
-        raise ValueError(f"{folder} is a folder of unrolled export: run it with --engine onnx")
+        raise ValueError(
+            f"{folder} is a folder of unrolled export: use --engine onnx, or unrolled transcribe for speech"
+        )
     if weights is None:
         return load_for("tokens", folder).to(choose(device))
     require_cpu(device, weights)
