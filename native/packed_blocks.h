@@ -38,8 +38,7 @@ struct Ahead {
 };
 
 // How many tiles one row is multiplied by at once.
-constexpr int TILES_OF_A_ROW = 2 * TILE / WIDTH <= TILE_ROWS * TILE_VECS ? 2 : 1;
-constexpr std::integral_constant<int, TILES_OF_A_ROW> ALL;
+constexpr std::integral_constant<int, (2 * TILE / WIDTH <= TILE_ROWS * TILE_VECS ? 2 : 1)> TILES_OF_A_ROW;
 constexpr std::integral_constant<int, 1> ONE;
 
 // Some steps of a tile, or of several; the first ones start from the bias, others from the sums so far.
@@ -171,7 +170,7 @@ inline void multiply_a_row(const Packed& w, Int steps, Int first, Int last, floa
         multiply(ONE, tiles, Block{begin, tile_bytes(w), steps, true, {}}, 0, 0, tile_output(w, tile, y, 0));
     };
     Int tile = first;
-    for (; tile + ALL <= last; tile += ALL) multiply_some(tile, ALL);
+    for (; tile + TILES_OF_A_ROW <= last; tile += TILES_OF_A_ROW) multiply_some(tile, TILES_OF_A_ROW);
     for (; tile < last; ++tile) multiply_some(tile, ONE);
 }
 

@@ -61,6 +61,17 @@ def resize(browser: webdriver.Chrome, name: str) -> None:
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
+def assert_fits_and_is_accessible(browser: webdriver.Chrome, axe: str, name: str) -> None:
+    """The page is no wider than the window, and axe finds nothing but minor faults."""
+    across = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+    assert across[0] <= across[1] == WIDTHS[name][0]
+    browser.execute_script(axe)
+    found = browser.execute_async_script("axe.run().then(arguments[0])")
+    bad = [(v["id"], [n["html"] for n in v["nodes"]]) for v in found["violations"] if v["impact"] != "minor"]
+    assert bad == []
+    assert len(found["passes"]) > 20
+
+
 def state(browser: webdriver.Chrome) -> str:
     return browser.execute_script("return document.body.dataset.state")
 

@@ -4,7 +4,19 @@ import json
 from pathlib import Path
 
 import pytest
-from browser import IMAGE, TEXT, WIDTHS, greedy, opened, resize, run, set_value, state, wait_for
+from browser import (
+    IMAGE,
+    TEXT,
+    WIDTHS,
+    assert_fits_and_is_accessible,
+    greedy,
+    opened,
+    resize,
+    run,
+    set_value,
+    state,
+    wait_for,
+)
 from selenium.webdriver import ActionChains, Keys
 
 from unrolled.ops.state import nbytes
@@ -247,13 +259,7 @@ def test_it_fits_and_is_accessible(browser, address, axe, group, width, theme, t
         set_value(browser, "count", "60")
     run(browser)
     (tmp_path / f"{width}-{theme}.png").write_bytes(browser.get_screenshot_as_png())
-    across = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
-    assert across[0] <= across[1] == WIDTHS[width][0]
-    browser.execute_script(axe)
-    found = browser.execute_async_script("axe.run().then(arguments[0])")
-    bad = [(v["id"], [n["html"] for n in v["nodes"]]) for v in found["violations"] if v["impact"] != "minor"]
-    assert bad == []
-    assert len(found["passes"]) > 20
+    assert_fits_and_is_accessible(browser, axe, width)
 
 
 def test_the_order_of_focus_follows_the_page(browser, address):

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from browser import WIDTHS, chromium, opened, resize, served, state, wait_for
+from browser import WIDTHS, assert_fits_and_is_accessible, chromium, opened, resize, served, state, wait_for
 from sounds import tone, write_wave
 from transcribers import N_MELS, RATE, VOCABULARY, make_lstm, make_mixed, sound
 
@@ -206,10 +206,4 @@ def test_it_fits_and_is_accessible(browser, axe, width, tmp_path):
     resize(browser, width)
     choose(browser, write_wave(tmp_path / "a.wav", [sound(16_000)], RATE))
     said(browser)
-    across = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
-    assert across[0] <= across[1] == WIDTHS[width][0]
-    browser.execute_script(axe)
-    found = browser.execute_async_script("axe.run().then(arguments[0])")
-    bad = [(v["id"], [n["html"] for n in v["nodes"]]) for v in found["violations"] if v["impact"] != "minor"]
-    assert bad == []
-    assert len(found["passes"]) > 20
+    assert_fits_and_is_accessible(browser, axe, width)

@@ -1,11 +1,14 @@
 """`unrolled export`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from unrolled.cli._options import Force, Runtime, takes_sampling
+
+if TYPE_CHECKING:
+    from unrolled.data import Vocabulary
 
 
 @takes_sampling
@@ -51,30 +54,26 @@ def export(
         raise ValueError("--webgpu and --runtime require --web")
     if len(run_dir) > 1:
         raise ValueError(f"{len(run_dir)} runs were given, but must be one without --web")
-    if _is_speech(run_dir[0]):
-        options = {"--int8": int8, "--fused": fused, "--aot": aot, "--temperature and the like": sampling}
-        for option in (option for option, given in options.items() if given):
-            raise ValueError(f"{option} cannot be used with models of speech")
-        _export_speech(run_dir[0], out, force, opset)
-        return
-    _export(run_dir[0], out, force, aot, opset=opset, fused=fused, int8=int8, sampling=sampling)
-
-
-def _is_speech(run: Path) -> bool:
-    """Whether the vocabulary of a run is one of speech."""
     from unrolled.data import Vocabulary
 
-    return Vocabulary.load(run).kind == "speech"
+    run, vocabulary = run_dir[0], Vocabulary.load(run_dir[0])
+    if vocabulary.kind == "speech":
+        options = {"--int8": int8, "--fused": fused, "--aot": aot, "--temperature and the like": sampling}
+        for option, given in options.items():
+            if given:
+                raise ValueError(f"{option} cannot be used with models of speech")
+        _export_speech(run, vocabulary, out, force, opset)
+        return
+    _export(run, vocabulary, out, force, aot, opset=opset, fused=fused, int8=int8, sampling=sampling)
 
 
-def _export_speech(run: Path, out: Path, force: bool, opset: int) -> None:
+def _export_speech(run: Path, vocabulary: "Vocabulary", out: Path, force: bool, opset: int) -> None:
     """Write the folder of a run of speech."""
     from unrolled.cli._models import load_for
-    from unrolled.data import Vocabulary
     from unrolled.folders import check_folder, writing_folder
     from unrolled.interop import onnx
 
-    model, vocabulary = load_for("transcription", run).float(), Vocabulary.load(run)
+    model = load_for("transcription", run).float()
     check_folder(out, f"an export of {run}", lambda: onnx.is_export_of(out, model), force=force)
     with writing_folder(out) as folder:
         manifest = onnx.export_transcriber(model, folder, vocabulary=vocabulary, opset=opset)
@@ -82,14 +81,13 @@ def _export_speech(run: Path, out: Path, force: bool, opset: int) -> None:
         typer.echo(f"{out / graph['file']}: {graph['bytes']:,} bytes")
 
 
-def _export(run: Path, out: Path, force: bool, aot: bool, **options: Any) -> None:
+def _export(run: Path, vocabulary: "Vocabulary", out: Path, force: bool, aot: bool, **options: Any) -> None:
     """Write the folder of one run; the options are those of `interop.onnx.export`."""
     from unrolled.cli._models import load_for
-    from unrolled.data import VOCABULARY_FILE, Vocabulary
+    from unrolled.data import VOCABULARY_FILE
     from unrolled.folders import check_folder, writing_folder
     from unrolled.interop import onnx
 
-    vocabulary = Vocabulary.load(run)
     model = load_for("tokens", run)
     vocabulary.check(model.config.vocab_size)
     model = model.float()

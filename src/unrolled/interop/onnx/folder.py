@@ -16,7 +16,7 @@ from unrolled.generation import generate
 from unrolled.interop.onnx import manifest as _manifest
 from unrolled.interop.onnx.graph import Recurrence
 from unrolled.interop.onnx.manifest import Manifest, Probe
-from unrolled.interop.onnx.record import Record
+from unrolled.interop.onnx.record import FILE_NAME, Record
 from unrolled.interop.onnx.speech_manifest import SpeechManifest
 from unrolled.interop.onnx.write import probe_names, quantized, to_onnx
 from unrolled.training.checkpoint import fingerprint
@@ -35,10 +35,13 @@ def read_manifest(folder: str | Path) -> Record:
     Raises:
         ValueError: there is none, it was changed after it was written, or it has another format.
     """
+    folder = Path(folder)
     try:
-        return Manifest.load(Path(folder))
-    except ValueError:
-        return SpeechManifest.load(Path(folder))
+        found = json.loads((folder / FILE_NAME).read_text())["format"]
+    except (OSError, ValueError, LookupError, TypeError):
+        found = None  # `load` says what is wrong
+    kind = SpeechManifest if found == SpeechManifest.format else Manifest
+    return kind.load(folder)
 
 
 def is_export_of(folder: str | Path, model: nn.Module) -> bool:
