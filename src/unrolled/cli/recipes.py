@@ -60,7 +60,7 @@ RECIPES: dict[str, Sections] = {
         },
         "train": {"optimizer": "muon", "lr": 4e-3, "batch_size": 4, "weight_decay": 0.01},
     },
-    # Windows of 0.3 seconds to each side and linear attention in turn; 19 passes over the 46 minutes of AN4.
+    # Windows of 0.3 seconds to each side and linear attention in turn; 19 passes over AN4.
     "speech": {
         "model": {
             "n_layers": 4,

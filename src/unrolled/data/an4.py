@@ -1,6 +1,6 @@
 """AN4: people of Pittsburgh spell names and say numbers and dates, 948 + 130 utterances (CMU 1991).
 
-The recordings, 16 kHz and 50 minutes in all, come with the phones of every word.
+The recordings, 16 kHz and 48 minutes in all, come with the phones of every word.
 """
 
 import hashlib

@@ -1,0 +1,41 @@
+"""|q + k|^2 / sqrt(D) in a trained softmax decoder of characters, by layer; its exp is the variance of FAVOR+.
+
+    python benchmarks/feature_variance.py RUN TEXT
+
+RUN is a run folder, TEXT the file that it was trained on. Read are 256 characters, 50,000 before the end.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unrolled.attention import softmax
+from unrolled.data import Vocabulary
+from unrolled.models import load
+
+LENGTH, BEFORE_THE_END = 256, 50_000
+
+
+def main(run: Path, text: Path) -> None:
+    """Print the median over all pairs of a query and a key, for each layer."""
+    attend = softmax.softmax_attention
+    medians: list[float] = []
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        sums = (q[:, :, None] + k[:, None]).square().sum(-1)
+        medians.append(float(sums.median()) / q.shape[-1] ** 0.5)
+        return attend(q, k, v, **options)
+
+    softmax.softmax_attention = watched
+    whole = text.read_text(encoding="utf-8")
+    tokens = Vocabulary.load(run).encode(whole[-BEFORE_THE_END:][:LENGTH])
+    with torch.inference_mode():
+        load(run)(torch.as_tensor(tokens).reshape(1, -1))
+    print(", ".join(f"{x:.1f}" for x in medians))
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))
