@@ -1,4 +1,4 @@
-"""|q + k|^2 / sqrt(D) in a trained softmax decoder of characters, by layer; its exp is the variance of FAVOR+.
+"""|q + k|^2 / sqrt(D) in a trained softmax decoder, by layer; exp of it is the variance of FAVOR+.
 
     python benchmarks/feature_variance.py RUN TEXT
 
