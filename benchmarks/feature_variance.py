@@ -1,4 +1,4 @@
-"""|q + k|^2 / sqrt(D) in a trained softmax decoder, by layer; exp of it is the variance of FAVOR+.
+"""|q + k|^2 / sqrt(D) in a trained softmax decoder, by layer; the variance of FAVOR+ grows as its exp.
 
     python benchmarks/feature_variance.py RUN TEXT
 
