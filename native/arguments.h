@@ -139,6 +139,16 @@ struct ConvGradients {
     float* d_state;  // gradient of the initial state
 };
 
+// Rotary positions: turns each of the first pairs (x_2i, x_2i+1) of a head by its token's i-th angle, given
+// as its cosine and sine. What follows the pairs is copied.
+struct Rotary {
+    int64_t rows, tokens, heads, width, pairs;
+    int32_t type, threads, shared;  // shared: whether all rows of the batch have the angles of the first
+    Tensor x;                       // [rows, tokens, heads, width]
+    const float *cos, *sin;         // [rows, tokens, pairs], or [1, tokens, pairs] if shared
+    void* y;                        // as x, contiguous
+};
+
 // Linear layer y = x W^T + b. All arrays are contiguous.
 struct Dense {
     int64_t rows, inputs, outputs;

@@ -19,6 +19,7 @@ Status EXPORTED(window_forward)(const Window*, const WindowOutputs*);
 Status EXPORTED(window_backward)(const Window*, const WindowGradients*);
 Status EXPORTED(conv_forward)(const Conv*, const ConvOutputs*);
 Status EXPORTED(conv_backward)(const Conv*, const ConvGradients*);
+Status EXPORTED(rotary)(const Rotary*);
 Status EXPORTED(dense)(const Dense*);
 Status EXPORTED(decode)(const Program*, const Tokens*);
 Status EXPORTED(decode_on)(const Program*, const Continuation*);

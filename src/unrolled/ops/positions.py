@@ -8,6 +8,7 @@ from torch import Tensor
 from unrolled.ops.checks import shape, wrong_shape
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.precision import exact_dtype
+from unrolled.ops.rotation import rotate_pairs
 
 ROTARY_BASE = 10000.0
 
@@ -90,15 +91,15 @@ def rotary(
     "RoFormer" (arXiv 2104.09864), eq. 34. D is even. With linear attention only the numerator may be rotated:
     the weights in the denominator must stay positive (eq. 19 there).
     """
-    if dim is not None and dim < x.shape[-1]:
-        turned = rotary(x[..., :dim], positions, base=base, closed=closed)
-        return torch.cat([turned, x[..., dim:]], dim=-1)
     if positions.shape != x.shape[:-2]:
         raise wrong_shape("positions", positions, f"{list(x.shape[:-2])} for x {shape(x)}")
-    angles = _angles(positions, x.shape[-1], "the head width", base, closed).unsqueeze(-2)
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+    if (
+        positions.dim() == 2 and positions.stride(0) == 0
+    ):  # all rows of the batch have the positions of the first
+        positions = positions[:1]
+    turned = x.shape[-1] if dim is None else min(dim, x.shape[-1])
+    angles = _angles(positions, turned, "the head width", base, closed)
+    return rotate_pairs(x, angles.cos(), angles.sin())
 
 
 def _angles(

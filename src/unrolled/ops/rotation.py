@@ -1,0 +1,92 @@
+"""Rotation of pairs of numbers by given angles, which rotary positions are made of.
+
+On a CPU a C++ kernel does it in one pass over the memory. Compilers, exporters and transforms see plain
+operations, which they fuse or know the derivatives of.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unrolled.ops import native
+from unrolled.ops.checks import observed
+from unrolled.ops.dispatch import prefers
+from unrolled.ops.native import TYPES, address, readable, struct, view
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first P pairs (x_2i, x_2i+1) of each head by angles; copy what follows them.
+
+        y_2i = x_2i cos_i - x_2i+1 sin_i,    y_2i+1 = x_2i sin_i + x_2i+1 cos_i
+
+    Args:
+        x: `[..,H,D]`, with D >= 2 P.
+        cos: cosines of the angles, `[..,P]`; the first axis may be of size 1, for angles that all rows share.
+        sin: their sines, of the same shape.
+
+    Returns:
+        A tensor like `x`. On a CPU, 16-bit inputs are rotated in fp32 and rounded once.
+    """
+    if _supports(x, cos):
+        y: Tensor = _Rotated.apply(x, cos.float(), sin.float())  # type: ignore[no-untyped-call]
+        return y
+    return _plain(x, cos, sin)
+
+
+def _supports(x: Tensor, cos: Tensor) -> bool:
+    return (
+        x.dim() == 4
+        and cos.shape[:2] in (x.shape[:2], (1, x.shape[1]))
+        and type(x) is Tensor
+        and x.is_cpu
+        and x.dtype in TYPES
+        and prefers("native")
+        and native.available()
+        and not observed()
+    )
+
+
+def _plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    turned = 2 * cos.shape[-1]
+    if turned < x.shape[-1]:
+        return torch.cat([_plain(x[..., :turned], cos, sin), x[..., turned:]], dim=-1)
+    cos, sin = cos.to(x.dtype).unsqueeze(-2), sin.to(x.dtype).unsqueeze(-2)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+
+
+class _Rotated(torch.autograd.Function):
+    """The rotation by the kernel. Its gradient is the rotation back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _kernel(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return rotate_pairs(grads[0], cos, -sin), None, None
+
+
+def _kernel(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    (B, T, H, D), P = x.shape, cos.shape[-1]
+    x, cos, sin = readable(x.resolve_neg()), cos.contiguous(), sin.contiguous()
+    y = x.new_empty(x.shape)
+    problem = struct("Rotary")(
+        rows=B,
+        tokens=T,
+        heads=H,
+        width=D,
+        pairs=P,
+        type=TYPES[x.dtype],
+        threads=torch.get_num_threads(),
+        shared=cos.shape[0] == 1,
+        x=view(x),
+        cos=address(cos),
+        sin=address(sin),
+        y=address(y),
+    )
+    native.call("rotary", problem)
+    return y
