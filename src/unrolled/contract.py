@@ -20,7 +20,7 @@ class UnsupportedError(NotImplementedError):
 
 @dataclass(frozen=True)
 class Supports:
-    """The capabilities a mechanism declares, each of them checked by `unrolled.testing.check_mechanism`.
+    """The capabilities that a mechanism declares; `unrolled.testing.check_mechanism` checks each of them.
 
     Attributes:
         causal: position i may be computed from positions up to i only.
@@ -31,16 +31,17 @@ class Supports:
         recurrence: the size of the state that `step` carries: "constant", "growing" with the number of
             tokens seen, or "none" where the mechanism cannot run as a recurrence.
         attn_mask: an arbitrary mask of query-key pairs is honoured exactly.
-        global_mask: `forward` takes a mask of global tokens, which attend to all and are attended to by all.
-        dynamic_length: `torch.export` of `forward` takes a length that is not fixed, from 8 tokens on, and
-            the graph agrees at each; without masks, and for inference.
-        weights: an output is a weighted mean of the values, and `weights(query, memory)` returns the weights
-            where `cross` is claimed.
+        global_mask: `forward` takes a mask of global tokens, which attend to all other tokens and to which
+            all others attend.
+        dynamic_length: `torch.export` can export `forward` with a dynamic length of at least 8 tokens, for
+            inference and without masks, and the exported graph gives the same outputs at every length.
+        weights: each output is a weighted mean of the values; if `cross` is claimed too,
+            `weights(query, memory)` returns the weights.
         single_queries: the output of a query does not depend on other queries, so `read` and `recall` work
             one query at a time.
         max_length: the constructor takes `max_length`, and longer sequences raise ValueError.
         positions: the mechanism uses the position of each token, and its state counts the tokens.
-        reads_input: the output depends on more of the input than queries, keys and values.
+        reads_input: the output depends not only on queries, keys and values, but also on the input itself.
         sequence: causal attention may run over a sequence whose slices are in several processes; see
             `unrolled.ops.sequence`.
     """
@@ -79,10 +80,10 @@ class Batch(NamedTuple):
         inputs: the inputs of the model.
         targets: the targets; -100 (`IGNORED`) where nothing is predicted, as at padding.
         key_padding_mask: True where `inputs` has padding; None where no row has any.
-        cu_seqlens: int32 `[N+1]`, where each of N sequences begins, counted through the rows `[B,T]` laid end
-            to end; every row begins one. None where every row is one sequence.
-        continues: bool `[B]`, True where a row reads on where the same row of the batch before ended. None
-            where no row ever does.
+        cu_seqlens: int32 `[N+1]` offsets of N sequences in the rows `[B,T]`, counted as if the rows were laid
+            end to end; each row begins a new sequence. None if every row is one sequence.
+        continues: bool `[B]`, True where a row continues the same row of the previous batch. None if no row
+            ever does.
     """
 
     inputs: "Tensor"
@@ -98,7 +99,7 @@ class Dataset(Protocol):
     def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
         """Return batch number `step`, counted from 0.
 
-        A pure function of its arguments, so a resumed run sees the same data.
+        The batch depends on the arguments only, so a resumed run sees the same data.
         """
         ...
 

@@ -1,8 +1,9 @@
 """Fields of configs: each is checked against its annotation when the config is made.
 
 The annotations are ordinary types, with ranges from the library annotated-types: `Annotated[int, Ge(1)]`.
-pydantic checks them in strict mode: True is not an integer, "4" not a number; NaN and infinity are rejected.
-It is imported with the first config, since its import takes longer than that of the whole package.
+pydantic checks them in strict mode: True is not an integer, "4" is not a number, and NaN and infinity are
+rejected. pydantic is imported when the first config is made, since importing it takes longer than importing
+the whole package.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Alignment: how the decoder of a recurrent encoder-decoder attends to the source, one query at a time.
 
-One file per mechanism: the directory is the registry, and a file's name is the mechanism's. Each derives from
-`Alignment`, in `unrolled.alignment.base`.
+One file per mechanism: the directory is the registry, and a file's name is the mechanism's. Each mechanism
+derives from `Alignment`, in `unrolled.alignment.base`.
 """
 
 from unrolled.alignment.base import Alignment

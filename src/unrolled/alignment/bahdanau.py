@@ -3,8 +3,8 @@ r"""Additive attention: the state of a decoder attends to an encoded sentence th
     e_t(s) = v_a . tanh(W_a h_t + U_a m_s)        w_t = softmax_s(e_t)        c_t = sum_s w_t(s) m_s
 
 h_t is the query, in the paper the decoder's state before step t; m_s is the annotation of source word s.
-U_a m_s is computed once for a sentence. It is also called concat attention, since W_a h + U_a m is a product
-with [h; m].
+U_a m_s is computed once for a sentence. Additive attention is also called concat attention, since
+W_a h + U_a m is a product with [h; m].
 
 Bahdanau et al. 2014, "Neural Machine Translation by Jointly Learning to Align and Translate",
 arXiv 1409.0473, section 3.1, eq. 5 and 6, and appendix A.1.2.
@@ -34,7 +34,7 @@ class AdditiveOptions(TypedDict, total=False):
 class BahdanauAttention(Alignment):
     """Additive attention, initialised as in the paper: W_a, U_a from N(0, 0.001^2), v_a and the bias 0.
 
-    So all weights are equal at first.
+    So all attention weights are equal at first.
 
     Args:
         query_dim, memory_dim: see `Alignment`.

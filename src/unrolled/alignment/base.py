@@ -1,4 +1,4 @@
-"""The contract of an alignment: it reads a memory once, then recalls a part of it for each query."""
+"""The contract of an alignment: it reads a memory once, and then attends to it for each query."""
 
 from typing import Any, NamedTuple
 
@@ -32,10 +32,10 @@ class Alignment(ChecksOptions, nn.Module):
         state = read(memory)                          projects the memory once
         context, weights, state = recall(query, state)
 
-    A mechanism derives from this class and defines `scores` of the projections from `project_memory` and
-    `project_query`; one that computes more than a softmax of the scores overrides `weigh`. Padding of the
-    memory is masked, on any side; a row of padding only gives 0. Sums are computed in fp32 (fp64 for fp64
-    weights); the outputs have the type of the query.
+    A mechanism derives from this class and defines `scores`, which compares what `project_query` and
+    `project_memory` return. A mechanism that computes more than a softmax of the scores overrides `weigh`.
+    Padding of the memory is masked, on any side; a row of padding only gives 0. Sums are computed in fp32
+    (fp64 for fp64 weights); the outputs have the type of the query.
 
     Args:
         query_dim: width of the queries.

@@ -3,7 +3,8 @@ r"""Cosine attention: attends by the cosine with a key, sharpened by a strength 
     w_t = softmax_s(beta_t cos(k_t, m_s))        c_t = sum_s w_t(s) m_s
     k_t = W_k h_t + b_k        beta_t = log(1 + exp(w_b . h_t + b_b))
 
-h_t is the query, m_s a vector of the memory; the cosine is that of eq. 6 with a small number in each norm.
+h_t is the query, m_s a vector of the memory; the cosine is that of eq. 6, with a small number added in each
+norm.
 
 Graves et al. 2014, "Neural Turing Machines", arXiv 1410.5401, section 3.3.1, eq. 5 and 6.
 

@@ -3,21 +3,22 @@ r"""Hard attention: one position of the memory is sampled and read alone, traine
     a_t = softmax_s(v_a . tanh(W_a h_t + U_a m_s))        s_t ~ a_t        c_t = m_{s_t}
 
 In training s_t is sampled; in evaluation it is the most probable position. A sample has no gradient, so the
-gradient of the expected log p(y|c) is estimated by that of
+gradient of the expected log p(y|c) is estimated by the gradient of
 
     log p(y|c~) + lambda_r (log p(y|c~) - b) sum_t log a_t(s~_t) + lambda_e sum_t H[a_t],
 
-in which the factor before the sum is constant, and b is a moving average: 0.9 b + 0.1 log p(y|c~).
-`reinforce_loss` is its negative. `StraightThroughAttention` instead uses the gradient of soft attention
-(Bengio et al. 2013, arXiv 1308.3432). `GatedSoftAttention` is the paper's soft form, the expectation:
+in which the factor before the first sum is constant, and b is a moving average: 0.9 b + 0.1 log p(y|c~).
+`reinforce_loss` is the negative of this expression. `StraightThroughAttention` instead uses the gradient of
+soft attention (Bengio et al. 2013, arXiv 1308.3432). `GatedSoftAttention` is the paper's soft form, the
+expectation:
 
     c_t = sigmoid(w_b . h_t + b_b) sum_s a_t(s) m_s        penalty: sum_s (1 - sum_t a_t(s))^2
 
-Xu et al. 2015, "Show, Attend and Tell", arXiv 1502.03044, section 4.1 (hard) and 4.2 (soft); the paper in
-addition reads the expectation for half of the sequences, which is left to the caller.
+Xu et al. 2015, "Show, Attend and Tell", arXiv 1502.03044, section 4.1 (hard) and 4.2 (soft). In addition, the
+paper reads the expectation for half of the sequences, which is left to the caller.
 
-Samples are a function of the state: `read` gives each row a seed, from that of the module and, in training,
-from the number of memories read so far, which is saved with the weights.
+Samples are a function of the state: `read` gives each row a seed. This seed depends on the seed of the module
+and, in training, on the number of memories read so far, which is saved with the weights.
 
 Cost: that of additive attention.
 Cannot: be a layer of a decoder, since it does not attend within one sequence; learn its weights by
@@ -35,7 +36,7 @@ from unrolled.ops.precision import without_autocast
 
 
 class HardState(NamedTuple):
-    """As `MemoryState`; `seed [B]` long and the position determine the samples."""
+    """A `MemoryState` with a `seed [B]` long, which determines the samples together with the position."""
 
     memory: Tensor
     keys: Tensor
@@ -49,7 +50,7 @@ class HardAttention(BahdanauAttention):
 
     Args:
         query_dim, memory_dim, additive: see `BahdanauAttention`.
-        seed: of the samples.
+        seed: seed of the samples.
     """
 
     begun: Tensor
@@ -86,7 +87,7 @@ class HardAttention(BahdanauAttention):
             return super().weigh(projected.to(state.memory.dtype), state)
 
     def weigh(self, query: Tensor, state: HardState) -> Tensor:
-        """Return one-hot rows; 0 where all is padding."""
+        """Return one-hot rows; all 0 in rows of padding only."""
         return self._glimpse(super().weigh(query, state).detach(), state)
 
     def _glimpse(self, weights: Tensor, state: HardState) -> Tensor:
@@ -110,14 +111,14 @@ class StraightThroughAttention(HardAttention):
 
 
 class GatedSoftAttention(BahdanauAttention):
-    """The expectation, times a gate; arguments as `BahdanauAttention`."""
+    """The expectation, times a gate; the arguments are those of `BahdanauAttention`."""
 
     def __init__(self, query_dim: int, memory_dim: int | None = None, **additive: Unpack[AdditiveOptions]):
         super().__init__(query_dim, memory_dim, **additive)
         self.gate_proj = nn.Linear(query_dim, 1)
 
     def recall(self, query: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
-        """Recall as additive attention, and gate the contexts; the weights are those before the gate."""
+        """Attend as additive attention does, and gate the contexts; the weights are those before the gate."""
         context, weights, state = super().recall(query, state)
         return context * torch.sigmoid(self.gate_proj(query)).to(context.dtype), weights, state
 
@@ -135,7 +136,7 @@ def reinforce_loss(
     """Return the negative of the expression above, averaged over the rows; its gradient is the estimate.
 
     Args:
-        probabilities: a `[B,T,S]`, of `HardAttention.probabilities`.
+        probabilities: a `[B,T,S]`, from `HardAttention.probabilities`.
         glimpse: the samples `[B,T,S]`, one-hot.
         log_likelihood: log p(y|c~) of each row `[B]`, in nats.
         baseline: b, a number or `[B]`.
@@ -162,7 +163,7 @@ def moving_baseline(baseline: Tensor | float, log_likelihood: Tensor, momentum: 
 
 
 def coverage_penalty(weights: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-    """Return sum_s (1 - sum_t w_t(s))^2 of weights `[B,T,S]`, averaged over the rows, without padding."""
+    """Return sum_s (1 - sum_t w_t(s))^2 over valid s of weights `[B,T,S]`, averaged over the rows."""
     missing = (1 - weights.sum(1)).square()
     if key_padding_mask is not None:
         missing = missing.masked_fill(key_padding_mask, 0)
@@ -170,7 +171,7 @@ def coverage_penalty(weights: Tensor, key_padding_mask: Tensor | None = None) ->
 
 
 def drawn(weights: Tensor, u: Tensor) -> Tensor:
-    """Sample distributions `[...,S]` by numbers `[...]` in [0,1): the first position whose sum exceeds u."""
+    """Sample from `weights [...,S]` by `u [...]` in [0,1): the first position whose running sum exceeds u."""
     sums = weights.to(torch.float64).cumsum(-1)
     below = sums <= u.unsqueeze(-1) * sums[..., -1:]
     return below.sum(-1).clamp(max=weights.shape[-1] - 1)

@@ -11,15 +11,15 @@ to a window around a position p_t only:
     local-m   p_t = t;  w_t as above, within |s - p_t| <= D
     local-p   p_t = S sigmoid(v_p . tanh(W_p h_t));  the same, times exp(-(s - p_t)^2 / 2 (D/2)^2)
 
-Positions count from 0 without padding; S is their number. The Gaussian is applied after the softmax, so that
-the weights of local-p sum to less than 1.
+Positions are counted from 0, without padding; S is their number. The Gaussian is applied after the softmax,
+so that the weights of local-p sum to less than 1.
 
 Luong et al. 2015, "Effective Approaches to Attention-based Neural Machine Translation", arXiv 1508.04025,
 section 3.1, eq. 7 and 8, and section 3.2, eq. 9 and 10. The authors' code differs; its variants are the
 score "query_concat", `FlooredPredictiveAttention` and `ScaledScoresAttention`.
 
-Cost, with memory S vectors of M: time O(T S M), memory O(T S), for concat as additive attention; per query
-time O(S M), state O(S M), fixed. A window masks scores, and saves no time.
+Cost, with memory S vectors of M: time O(T S M), memory O(T S), and for concat that of additive attention; per
+query time O(S M), state O(S M), fixed. A window masks scores, and saves no time.
 Cannot: be a layer of a decoder, since it does not attend within one sequence.
 Equals softmax attention: with the score "dot", at scale 1. Local-m equals global attention where D >= S, and
 so does local-p if sigma is also infinite.
@@ -36,7 +36,7 @@ from unrolled.ops.options import at_least
 
 
 class Score(nn.Module):
-    """A score of projected queries and keys; by default both are projected by the identity."""
+    """A score of projected queries and keys; by default, both projections are the identity."""
 
     def project_memory(self, memory: Tensor) -> Tensor:
         """Project a memory `[B,S,memory_dim]` to keys."""
@@ -142,7 +142,7 @@ class LocationScore(Score):
         return self.place_proj(query)  # type: ignore[no-any-return]
 
     def forward(self, query: Tensor, state: MemoryState) -> Tensor:
-        """Select the numbers of each position from `[B,T,max_length]`."""
+        """Select the score of each position from `[B,T,max_length]`."""
         place = places(state.padding).unsqueeze(1).expand(-1, query.shape[1], -1)
         return query.gather(-1, place)
 
@@ -196,7 +196,7 @@ class LuongAttention(Alignment):
 
 
 class LocalMonotonicAttention(LuongAttention):
-    """Local-m: query t attends to positions within D of t, or of the last position if t is beyond it.
+    """Local-m: query t attends to the positions within D of t or, if t is beyond the end, of the last one.
 
     Args:
         query_dim, memory_dim, score, score_options: see `LuongAttention`.
@@ -295,7 +295,7 @@ def lengths(padding: Tensor) -> Tensor:
 
 
 def places(padding: Tensor) -> Tensor:
-    """Number the positions from 0 without padding, whose numbers have no meaning: `[B,S]`."""
+    """Number the positions from 0, without padding: `[B,S]`. The numbers at padding have no meaning."""
     return ((~padding).cumsum(-1) - 1).clamp(min=0)
 
 

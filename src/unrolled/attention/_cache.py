@@ -37,7 +37,7 @@ class CachedAttention(MultiHeadAttention[KVCache, None]):
         *,
         to_end: bool = True,
     ) -> tuple[Tensor, KVCache]:
-        """Attend to a cache, to the keys and values of the ranks before and to one's own."""
+        """Attend to a cache, and to the keys and values of earlier ranks and of this rank."""
         (_, k), v = self.rotated(heads), heads.v
         start = extend_cache(state, k[:, :0], v[:, :0])  # the recent part joins the past
         k, v = zero_padding(key_padding_mask, k, v)
@@ -52,7 +52,7 @@ class CachedAttention(MultiHeadAttention[KVCache, None]):
 
 
 def _appended(start: KVCache, fields: Fields, tokens: int | Tensor) -> KVCache:
-    """Return the cache of these keys and values, of which the first are those of `start`."""
+    """Return a cache with the keys and values in `fields`, which begin with those of `start`."""
     k, v, padding = fields["k"], fields["v"], fields.get("padding")
     if padding is None:
         new = k.shape[2] - start.past_k.shape[2]

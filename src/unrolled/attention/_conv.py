@@ -22,7 +22,8 @@ class ConvolvedState(NamedTuple):
 class ShortConvolution(nn.Module):
     """Filters every channel of queries, keys and values over the last W tokens; see `unrolled.ops.conv`.
 
-    It begins as the identity: the last tap, that of the current token, is 1 and the others are 0.
+    It is initialised as the identity: the last tap, which is that of the current token, is 1, and the others
+    are 0.
 
     Args:
         widths: numbers of channels of queries, keys and values, over all heads.
@@ -49,7 +50,7 @@ class ShortConvolution(nn.Module):
         """Filter `q [B,T,H,D]`, `k [B,T,G,D]`, `v [B,T,G,M]`, or one token without T.
 
         Returns:
-            the three of them, and the last inputs after them, one row per sequence.
+            the filtered q, k and v, and the last W - 1 inputs, one row per sequence.
         """
         x = torch.cat([part.flatten(-2) for part in projected], -1)
         if recent is not None and x.dim() == 2:

@@ -1,4 +1,4 @@
-"""What mechanisms with the delta rule share: their state, and its forms over heads."""
+"""What the mechanisms with the delta rule share: their state, and the rule over heads."""
 
 import math
 from typing import NamedTuple
@@ -30,10 +30,11 @@ class Rates(NamedTuple):
 
 
 class DeltaRule(MultiHeadAttention[DeltaState, Rates]):
-    """The delta rule over heads; what derives from it defines `read_input`, the rates and the decays.
+    """The delta rule over heads; a subclass defines `read_input`, which computes the rates and the decays.
 
-    Keys have length 1, and queries length 1 / sqrt(D). Before that comes silu, unless a convolution has
-    applied it. Heads that share their queries and keys have a state each.
+    Keys are scaled to length 1, and queries to length 1 / sqrt(D). Before the scaling, silu is applied to
+    both, unless a convolution has already applied it. Heads that share queries and keys still have a state
+    each.
     """
 
     conv_activation = True
@@ -56,7 +57,7 @@ class DeltaRule(MultiHeadAttention[DeltaState, Rates]):
         return o, DeltaState(kv, advance(state.position, heads.q, key_padding_mask))
 
     def summarise(self, heads: Heads[Rates], key_padding_mask: Tensor | None) -> Transformed:
-        """Run from zeros; and from the identity, with values of zero, for what becomes of a state."""
+        """Compute A and B by which a state X becomes A X + B, as the rule on the identity and on zeros."""
         _, k, v, beta, log_decay = self._rule(heads)
         v, state = beside_identity(v, k)
         _, kv = delta_rule(k, k, v, beta, log_decay=log_decay, state=state, key_padding_mask=key_padding_mask)
@@ -65,7 +66,7 @@ class DeltaRule(MultiHeadAttention[DeltaState, Rates]):
     def step_heads(self, heads: Heads[Rates], state: DeltaState) -> tuple[Tensor, DeltaState]:
         """Run one step of the recurrence."""
         q, k, v, beta, log_decay = self._rule(heads)
-        # Without the checks of `delta_rule_step`, which reads the lengths of the keys: these have length 1.
+        # The checks of `delta_rule_step` are skipped: they read the lengths of the keys, which are 1 here.
         o, kv = operator.delta_rule_step(q, k, v, beta, state.kv, log_decay)
         return o, DeltaState(kv, state.position + 1)
 
@@ -89,7 +90,8 @@ class DeltaRule(MultiHeadAttention[DeltaState, Rates]):
 def beside_identity(v: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Append zeros, D wide, to `v [B,T,G,M]`, and the identity to a state of zeros: `[B,G,D,M+D]`.
 
-    The last D columns of the state after `k [B,T,G,D]` and these values are then what became of the identity.
+    After the tokens with keys `k [B,T,G,D]` and these values, the last D columns of the state are the matrix
+    by which these tokens multiply any earlier state.
     """
     (B, _, G, D), M = k.shape, v.shape[3]
     eye = torch.eye(D, dtype=k.dtype, device=k.device).expand(B, G, D, D)
@@ -97,17 +99,17 @@ def beside_identity(v: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def split_transition(kv: Tensor) -> Transformed:
-    """Return the first M columns of `[B,G,D,M+D]` as a state, and the others as what multiplies another."""
+    """Split `[B,G,D,M+D]` into a state, the first M columns, and the matrix that multiplies a state."""
     return Transformed({"kv": kv[..., : -kv.shape[2]]}, kv[..., -kv.shape[2] :])
 
 
 def random_log_paces(n: int) -> Tensor:
-    """Draw logarithms of paces from 1 to 16, as Mamba-2 begins with."""
+    """Draw the logarithms of paces from 1 to 16, the initial values of Mamba-2."""
     return torch.empty(n).uniform_(1, 16).log()
 
 
 def random_decay_biases(*sizes: int) -> Tensor:
-    """Draw biases whose softplus is from 0.001 to 0.1, evenly in its logarithm, as Mamba-2 begins with."""
+    """Draw biases whose softplus is log-uniform from 0.001 to 0.1, the initial values of Mamba-2."""
     return torch.empty(sizes).uniform_(math.log(1e-3), math.log(1e-1)).exp().expm1().log()
 
 
@@ -116,6 +118,6 @@ def _wide_silu(x: Tensor) -> Tensor:
 
 
 def _unit(x: Tensor, length: float = 1.0) -> Tensor:
-    """Scale x to a length, or shorter where it is close to 0."""
+    """Scale vectors x to a length; those close to 0 become shorter than that."""
     x = x.to(accumulation_dtype(x.dtype))
     return x * ((x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() * length)

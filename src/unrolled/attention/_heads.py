@@ -27,7 +27,7 @@ class Heads(NamedTuple, Generic[Inputs]):
     recent: Tensor | None = None
 
     def without_queries(self) -> "Heads[Inputs]":
-        """Leave the keys and values alone, which a state is made of: T = 0."""
+        """Drop the queries (T = 0), since a state is made of keys and values only."""
         return self._replace(q=self.q[:, :0])
 
 

@@ -7,7 +7,7 @@ from unrolled.ops.options import check_finite
 
 
 class HeadOptions(TypedDict, total=False):
-    """Options of `MultiHeadAttention`, which documents them, without `rotary`, whose default may differ."""
+    """Options of `MultiHeadAttention`, documented there, except `rotary`, whose default may differ."""
 
     causal: bool
     n_kv_heads: int | None
@@ -36,7 +36,7 @@ ONE_WAY = "it forgets the past; run it over the sequence and over its reverse, o
 
 
 def check_rotation(base: float, dim: int | None, head_dim: int) -> None:
-    """Raise ValueError unless the base is above 0, and pairs of the numbers of a head can be rotated."""
+    """Raise ValueError unless the base is above 0, and `dim` is None or even, from 2 to `head_dim`."""
     check_finite(rotary_base=base)
     if base <= 0:
         raise ValueError(f"rotary_base is {base}, but must be above 0")

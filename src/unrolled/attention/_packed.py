@@ -15,11 +15,12 @@ def attend_packed(
 ) -> Tensor:
     """Attend in each packed sequence by itself: `[1,T,H,M]`.
 
-    Each is padded on the right to less than twice its length. Reading the offsets synchronises with a GPU.
+    Each sequence is padded on the right to less than twice its length. Reading the offsets synchronises with
+    a GPU.
 
     Args:
         attend: attends in a batch with a `key_padding_mask`.
-        heads: of one row, as are the tensors in its inputs.
+        heads: queries, keys and values of one row; the tensors in `heads.inputs` must have one row too.
         cu_seqlens: int32 `[N+1]` offsets.
     """
     (_, T, H, _), M = heads.q.shape, heads.v.shape[3]

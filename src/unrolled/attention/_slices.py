@@ -1,4 +1,4 @@
-"""Attention over a sequence that processes share, for mechanisms that say what a slice does to a state."""
+"""Attention over a sequence that several processes share, for mechanisms that define `summarise`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def check_slice(mechanism: "MultiHeadAttention[Any, Any]", x: Tensor, masks: Masks, cross: bool) -> None:
-    """Check that a mechanism can attend from `x`, a slice, to those of other processes, if there are any.
+    """Check that a mechanism can attend from the slice `x` to slices of other processes, if there are any.
 
     Raises:
-        UnsupportedError: it cannot, or not with these masks, or `x` is one token.
+        UnsupportedError: the mechanism cannot, or not with these masks, or `x` is a single token.
         ValueError: the slices of the processes differ in shape.
     """
     if (ranks := sequence.current()) is None:
@@ -42,7 +42,7 @@ def attend_over(
     *,
     to_end: bool,
 ) -> tuple[Tensor, Any]:
-    """Exchange the summaries of the slices, and continue from the state before this rank's.
+    """Exchange the summaries of the slices, and continue from the state before this rank's slice.
 
     Arguments and results are those of `MultiHeadAttention.attend_over`.
     """

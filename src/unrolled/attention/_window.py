@@ -15,8 +15,8 @@ from unrolled.ops.window.state import WindowState, empty_window, window_prefill,
 def window_sides(window: int | tuple[int, int], *, causal: bool) -> tuple[int, int]:
     """Turn `window` into `(left, right)`, the numbers of keys read before and after the token itself.
 
-    A pair is returned as it is. One number w means w keys up to the token itself if causal, (w - 1, 0), and
-    w/2 keys on each side of it otherwise.
+    A pair is returned as it is. A number w stands for (w - 1, 0) if causal, which is w keys with the token
+    itself, and for (w/2, w/2) otherwise.
 
     Raises:
         ValueError: a negative side, a causal window with a right side or without keys, or a w that is odd and
@@ -58,14 +58,14 @@ class SlidingWindow(MultiHeadAttention[WindowState, Inputs]):
 
     Args:
         d_model, n_heads, common: see `MultiHeadAttention`.
-        window: number of keys that a token reads. Causal: this many, itself included, as in Mistral.
-            Bidirectional: an even number, half on each side, and itself, as in Longformer. Or a pair
-            `(left, right)`, the numbers of keys before and after the token.
-        dilation: distance d of one key to the next, for all heads or one for each.
+        window: number w of keys that a token reads. If causal, the token itself is one of them, as in
+            Mistral. If bidirectional, w is even, and the token reads w/2 keys on each side and itself, as in
+            Longformer. Or a pair `(left, right)`, the numbers of keys before and after the token.
+        dilation: distance d from one key of the window to the next; one number, or a list with one per head.
 
     Raises:
-        ValueError: a window that is negative, odd where it is halved, or causal and looks ahead; a dilation
-            below 1, or not one for each head.
+        ValueError: a window that is negative, odd although bidirectional, or causal with keys after the
+            token; a dilation below 1, or not one for each head.
     """
 
     def __init__(

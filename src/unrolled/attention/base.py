@@ -1,9 +1,9 @@
 """The contract of an attention mechanism over heads, and the module that projects to heads and back.
 
 A mechanism is a class that derives from `MultiHeadAttention[State, Inputs]`. `State` is the type of its
-recurrent state. `Inputs` is a NamedTuple of what it computes from the input besides queries, keys, values,
-such as the logarithm of a decay. Either is None if the mechanism has none. CONTRIBUTING.md shows how to add a
-mechanism, step by step.
+recurrent state. `Inputs` is a NamedTuple of what the mechanism computes from its input in addition to
+queries, keys and values, such as the logarithm of a decay. A mechanism without a state, or without such
+inputs, has None in their place. CONTRIBUTING.md shows how to add a mechanism, step by step.
 """
 
 from collections.abc import Sequence
@@ -41,11 +41,11 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
 
     - to run as a recurrence: `init_heads`, `prefill_heads` and `step_heads`, and `growing`, which says which
       fields of the state grow;
-    - to run over a sequence whose slices are in several processes, `summarise`;
+    - to run over a sequence whose slices are in several processes: `summarise`;
     - to compute more from its input than queries, keys and values: `read_input`;
     - to normalise or gate its output: `merge_heads`;
-    - if it is only causal, only bidirectional or without rotary positions: `one_way` and `no_rotary`, the
-      reason and what to use instead.
+    - if it is only causal, only bidirectional or without rotary positions: `one_way` and `no_rotary`, which
+      give the reason and say what to use instead.
 
     Args:
         d_model: width of the inputs and of the output.
@@ -59,13 +59,14 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             values (`unrolled.ops.conv`), which lets a recurrence compare a token with its neighbours; None
             for no convolution. Only for causal attention that runs as a recurrence, without an `attn_mask`.
         rotary: encode positions by rotating queries and keys; self-attention only.
-        rotary_base: the angle of pair i is the position / base^(2i/D); a larger base turns more slowly.
-        rotary_dim: with `rotary`, rotate only this many numbers of each query and key, the first ones; an
-            even number, D by default.
+        rotary_base: pair i of a query or key is rotated by the angle position / base^(2i/rotary_dim); with a
+            larger base, the angles grow more slowly.
+        rotary_dim: with `rotary`, rotate only the first `rotary_dim` numbers of each query and key; an even
+            number, D by default.
 
     Raises:
         ValueError: a size is not a multiple of another as required, or out of range.
-        UnsupportedError: the mechanism is not causal, only causal, or cannot use rotary positions.
+        UnsupportedError: the mechanism does not support the given `causal`, `rotary` or `conv`.
     """
 
     supports: Supports  # of the class with its default options; an instance may have its own
@@ -74,7 +75,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     no_rotary: str | None = None
     conv_activation: bool = False  # whether silu follows the convolution
     conv_bias: bool = False
-    mixes_input: bool = False  # whether queries, keys and values are projected from more than their token
+    mixes_input: bool = False  # whether queries, keys and values depend on more than their own token
 
     def __init__(
         self,
@@ -137,9 +138,9 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         raise NotImplementedError
 
     def summarise(self, heads: Heads[Inputs], key_padding_mask: Tensor | None) -> sequence.Summary:
-        """Compute what these tokens do to any state, where processes share the sequence.
+        """Compute how these tokens change any state, for a sequence that several processes share.
 
-        The fields of the summary are those of the state that depend on the tokens before, but `position`.
+        The summary has those fields of the state that depend on earlier tokens, except `position`.
         """
         raise NotImplementedError
 
@@ -148,7 +149,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         return None  # type: ignore[return-value]
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
-        """Project the heads' outputs `o [...,H,M]` to the layer's; `x` is the queries' input."""
+        """Project the outputs `o [...,H,M]` of the heads to `[...,d_model]`; `x` is the queries' input."""
         return self.out_proj(o.flatten(-2))  # type: ignore[no-any-return]
 
     def head_widths(self) -> tuple[int, int, int]:
@@ -249,9 +250,9 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         return self.merge_heads(o, x_t), state
 
     def read(self, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> Any:
-        """Project `memory [B,S,d_model]` once, for queries that come later: the state that `recall` takes.
+        """Project `memory [B,S,d_model]` once, for queries that come later; return what `recall` takes.
 
-        By default these are its keys and values; some mechanisms keep a summary of constant size instead.
+        By default, `read` returns the keys and values; some mechanisms return a summary of constant size.
 
         Args:
             memory: what the queries will attend to.
@@ -259,7 +260,8 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
 
         Raises:
             ValueError: an argument of the wrong shape or type.
-            UnsupportedError: the output of one query depends on other queries, or the attention is causal.
+            UnsupportedError: the attention is causal, has rotary positions or no cross-attention, or the
+                output of one query depends on other queries.
         """
         k, v, key_padding_mask = self._read(memory, key_padding_mask)
         if key_padding_mask is None:
@@ -269,7 +271,8 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     def recall(self, query: Tensor, memory: Any) -> Tensor:
         """Attend from `query [B,T,d_model]` to what `read` returned: `[B,T,d_model]`.
 
-        Equal to `forward(query, that sequence)`, however the queries are split into calls.
+        The result equals that of `forward(query, key)`, where `key` is the sequence that was read, however
+        the queries are split into calls.
         """
         sequence.refuse("a memory")
         self._check_input("query", query)
@@ -358,7 +361,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         return Heads(*projected, positions, self.read_input(x, **further), recent)
 
     def attend_to_all(self, heads: Heads[Inputs], masks: Masks) -> Tensor:
-        """Attend in parallel, to the tokens of all processes where they share the sequence: `[B,T,H,M]`."""
+        """Attend in parallel, to the tokens of all processes if they share the sequence: `[B,T,H,M]`."""
         if (ranks := sequence.current()) is None:
             return self.attend(heads, masks)
         state = self.init_heads(heads.q.shape[0])
@@ -367,10 +370,10 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     def advance(
         self, heads: Heads[Inputs], state: State, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """Attend causally to the state and to new tokens, those that `heads_of` combined with this state.
+        """Attend causally to the state and to the new tokens `heads`, which `heads_of` made with this state.
 
         Returns:
-            `[B,T,H,M]` and the new state; for one token without T.
+            `[B,T,H,M]` and the new state; for one token, `[B,H,M]`.
         """
         inner: State = state if heads.recent is None else state.heads  # type: ignore[attr-defined]
         if heads.q.dim() == 3:
@@ -390,12 +393,13 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         *,
         to_end: bool = True,
     ) -> tuple[Tensor, State]:
-        """Attend causally to a state, to the slices of the ranks before and to one's own.
+        """Attend causally to a state, to the slices of earlier ranks and to this rank's own slice.
 
         A mechanism that defines `summarise` need not define this.
 
         Returns:
-            `[B,T,H,M]`, and the state after the slices of all ranks; without `to_end` it has no meaning.
+            `[B,T,H,M]`, and the state after the slices of all ranks; without `to_end`, this state has no
+            meaning.
         """
         return attend_over(self, ranks, heads, state, key_padding_mask, to_end=to_end)
 

@@ -9,15 +9,16 @@ The n tokens of a sequence form N = ceil(n / b) blocks of b. Query block i reads
 
 R_i is drawn uniformly from the blocks that i does not read otherwise, or is all of them if there are at most
 r. The first g tokens may be global: they precede the blocks, read all tokens and are read by all. The paper's
-ITC is f = e = 1 and g = 0; its ETC is f = e = 0 with g tokens put before the sequence. N counts the valid
-tokens of a row, so that padding is never a global block. Random blocks are a hash of seed, head and block:
+ITC is f = e = 1 and g = 0; its ETC is f = e = 0 with g tokens put before the sequence. N counts the blocks of
+valid tokens, so that padding is never a global block. Random blocks are a hash of seed, head and block:
 they are the same in training and evaluation, for sequences of any length.
 
 Zaheer et al. 2020, "Big Bird: Transformers for Longer Sequences", arXiv 2007.14062, section 2 and appendix D.
 
 Cost per head: time O(T ((w + r + f + e) b + g) (D + M)), memory O(T (D + M)).
 Cannot: be causal, read another sequence, or honour an arbitrary `attn_mask`.
-Equals softmax attention: where every block reads all, N <= f + e + r + (w + 1) / 2, and is computed as such.
+Equals softmax attention: where every block reads all blocks, N <= f + e + r + (w + 1) / 2. Softmax attention
+is then computed.
 
 With `rotary`, queries and keys are rotated by their positions.
 """
@@ -234,8 +235,8 @@ class BigBirdAttention(MultiHeadAttention[None, None]):
         block_size: number of tokens b of a block.
         window_blocks: odd number w of near blocks, the block itself among them.
         global_blocks: numbers (f, e) of global blocks at the beginning and at the end.
-        global_tokens: number g of global tokens at the beginning, which the caller puts there and which are
-            in no block; with global_blocks = (0, 0), the paper's ETC.
+        global_tokens: number g of global tokens, which the caller puts at the beginning of the sequence, and
+            which are in no block; with global_blocks = (0, 0), the paper's ETC.
         random_blocks: number r of random blocks.
         seed: a number of up to 63 bits; by default drawn like initial weights, from torch's generator.
 

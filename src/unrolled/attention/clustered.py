@@ -1,7 +1,7 @@
 r"""Clustered attention: similar queries share their attention, and each recomputes it on the top keys.
 
-Queries are grouped into C clusters. The mean query of each cluster c attends; T_c are the k keys with its
-largest weights, and m_c is the sum of these weights:
+Queries are grouped into C clusters. The mean query of each cluster c attends to all keys. T_c are the k keys
+to which it gives the largest weights, and m_c is the sum of these weights:
 
     A_cj = softmax_j(mean q_c . k_j / sqrt(D))                            the clusters' attention, [C, S]
     o_i  = m_c sum_{j in T_c} softmax_{T_c}(q_i . k_j / sqrt(D)) v_j + sum_{j not in T_c} A_cj v_j,   c = c(i)
@@ -47,7 +47,7 @@ from unrolled.ops.random_features import Projection
 from unrolled.ops.replay import chosen
 from unrolled.ops.softmax import softmax_attention, softmax_or_zero
 
-MAX_BITS = 62  # of a hash in 64, with room for a value above all of them
+MAX_BITS = 62  # of a hash, kept in 64 bits, so that a larger value than any hash exists
 
 
 def sign_clusters(codes: Tensor, n_clusters: int, iterations: int, padding: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class ClusteredAttention(MultiHeadAttention[None, None]):
         n_keys: number k of keys that a query weighs by its own scores; 0 for plain clustered attention.
         bits: length of the hashes, up to 62.
         iterations: how often Lloyd's algorithm updates the centroids.
-        seed: of the hash projections, which are in the state_dict; by default drawn like initial weights.
+        seed: seed of the hash projections (in the state_dict); by default drawn like initial weights.
 
     Raises:
         ValueError: sizes out of range.

@@ -5,7 +5,7 @@ r"""DeltaNet: linear attention that replaces what a key retrieves, rather than a
 In two steps: the state decays, S <- a_t S; then S <- S + b_t k_t (v_t - S^T k_t)^T moves the value that k_t
 retrieves towards v_t, one step of gradient descent on |S^T k_t - v_t|^2 / 2 with rate b_t. Queries and keys
 have length 1, q = silu(W_q x) / |silu(W_q x)| and k likewise, and the rate is b = max_beta sigmoid(W_b x).
-With `conv`, as in the published models, silu follows the convolution, that of the values too.
+With `conv`, as in the published models, silu is applied after the convolution, to the values too.
 
 DeltaNet has a = 1. Gated DeltaNet (`gated=True`) decays, log a = -exp(A) softplus(W_a x + c) with A and c
 learned per head, and gates its output by silu(W_g x). With `bias=False` it is the layer of Qwen3-Next and,
@@ -56,7 +56,7 @@ class DeltaNet(DeltaRule):
         gated: let the state decay, and gate the output.
         max_beta: largest rate, in (0, 2]; above 1 the state may change sign along a key.
         n_groups: number of groups of heads that share queries and keys, a divisor of H; every head then has
-            a state of its own. None for queries of every head, and keys of every key and value head.
+            a state of its own. None: each head has its own queries, and each key and value head its own keys.
         eps: added to the mean square of the norm.
     """
 

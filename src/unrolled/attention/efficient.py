@@ -220,7 +220,7 @@ class EfficientAttention(MultiHeadAttention[EfficientState, None]):
         return causal_efficient_attention(*heads[:3], key_padding_mask=key_padding_mask, state=state)
 
     def summarise(self, heads: Heads[None], key_padding_mask: Tensor | None) -> Shifted:
-        """Sum over these tokens, under the largest key of each feature."""
+        """Sum over these tokens, with exponents shifted by the largest key of each feature."""
         q, k, v = heads.without_queries()[:3]
         _, own = causal_efficient_attention(q, k, v, key_padding_mask=key_padding_mask)
         return Shifted(own._asdict())

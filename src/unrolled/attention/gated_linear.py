@@ -50,7 +50,7 @@ class GatedLinearAttention(MultiHeadAttention[GatedLinearState, Decay]):
     """Multi-head gated linear attention, behind a swish gate.
 
     Widths are those of the other mechanisms by default, so that a model keeps its shape when its attention
-    changes; the paper halves the queries and keys: `head_dim=d_model // (2 * n_heads)` with
+    changes; the paper halves the width of queries and keys: `head_dim=d_model // (2 * n_heads)` with
     `value_dim=d_model // n_heads`.
 
     Args:
@@ -116,7 +116,7 @@ class GatedLinearAttention(MultiHeadAttention[GatedLinearState, Decay]):
         return o, GatedLinearState(kv)
 
     def summarise(self, heads: Heads[Decay], key_padding_mask: Tensor | None) -> Decayed:
-        """Sum over these tokens; their gates make what was there before decay."""
+        """Sum over these tokens; the earlier state decays by their gates."""
         q, k, v, log_alpha = self._rule(heads)
         _, kv = diagonal_linear_attention(
             q[:, :0], k, v, log_alpha, key_padding_mask=key_padding_mask, return_state=True

@@ -61,8 +61,8 @@ def rotary_linear_attention(
 ) -> tuple[Tensor, LinearState]:
     """o_i = sum_j (R_i q_i . R_j k_j) v_j / sum_j q_i . k_j for features `q [B,T,H,R]`, `k [B,S,G,R]`.
 
-    The queries are those of the last T of the `positions [B,S]`. `rotate(x, positions)` applies R; `options`
-    are those of `linear_attention`. Both sums are computed in at least fp32, since the first may overflow in
+    The queries are at the last T of the `positions [B,S]`. `rotate(x, positions)` applies R; `options` are
+    those of `linear_attention`. Both sums are computed in at least fp32, since the first may overflow in
     fp16.
 
     Returns:
@@ -157,7 +157,7 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
         return o, LinearAttentionState(*after, advance(state.position, heads.q, key_padding_mask))
 
     def summarise(self, heads: Heads[None], key_padding_mask: Tensor | None) -> Decayed:
-        """Sum over these tokens; what was there before stays."""
+        """Sum over these tokens; the earlier state is kept."""
         _, own = self._attend(heads.without_queries(), None, Masks(key_padding_mask), causal=False)
         return Decayed(own._asdict(), own.k_sum.new_zeros(own.k_sum.shape[:2]))
 

@@ -6,13 +6,14 @@ E and F are learned matrices `[k, n]`, K `[S, D]` and V `[S, M]` the keys and va
 tokens uses the first S columns. Column j belongs to the j-th valid token: padding anywhere changes nothing.
 
 Wang, Li, Khabsa, Fang and Ma 2020, "Linformer: Self-Attention with Linear Complexity", arXiv 2006.04768,
-eq. 7; section 4 for sharing and for the other projections. As there, keys and values are projected after
-their linear layers, biases included (fairseq's code projects the input before them).
+eq. 7; section 4 for sharing and for the other projections. As there, E and F are applied to the outputs of
+the linear layers of keys and values, biases included (in fairseq's code, to their input).
 
 Cost per head: time O((T+S) k (D+M)), memory O((T+S) (D+M) + k n); k n parameters for each matrix.
 Cannot: be causal (each slot mixes all positions, so no mask can remove the future), read more than n keys,
 or honour an arbitrary `attn_mask`. The slots of a short sequence hold shorter sums: nothing rescales them.
-Projections by windows are exported by `torch.export` for one length only, which fixes the number of windows.
+With a projection by windows, `torch.export` exports a single length, since the length determines the number
+of windows.
 Equals softmax attention: at k = n with E = F = 1.
 
 With `rotary`, queries and keys are rotated by their positions before the keys are projected.
@@ -218,8 +219,9 @@ class LinformerAttention(MultiHeadAttention[None, None]):
         max_length: length n of the longest sequence of keys; 1024 by default.
         projection: "linear", "mean", "max" or "convolution", or a `Projection` shared with other layers.
         sharing: which projections are shared (section 4 of the paper): "none", each key/value head has its
-            own E and F; "headwise", the heads share E and F; "key-value", also E = F; "layerwise", also all
-            layers. The layers of a model share automatically; pass one `Projection` object to others.
+            own E and F; "headwise", the heads share E and F; "key-value", in addition E = F; "layerwise", in
+            addition all layers share them. The layers of a model do so automatically; outside of a model,
+            pass one `Projection` object to all layers.
 
     Raises:
         ValueError: a rank larger than max_length, or a projection that does not fit the other arguments.
@@ -266,7 +268,7 @@ class LinformerAttention(MultiHeadAttention[None, None]):
 
     @classmethod
     def tie_layers(cls, layers: Sequence[Self]) -> None:
-        """Give all layers that share "layerwise" the projection of the first, which keeps its one name.
+        """Give all layers with sharing "layerwise" the projection of the first, once in the `state_dict`.
 
         Raises:
             ValueError: their projections differ.

@@ -8,9 +8,9 @@ attend to the keys of their segment and w/2 keys on each side. Causal: each quer
 its own included, and to the landmarks of earlier chunks; each chunk of l tokens has its own P and its own r
 landmarks.
 
-DualLN: layer norms over all heads, one for the window's keys and values, one for those of landmarks. As in
-the authors' two implementations, landmarks are pooled from normalised tokens if bidirectional, from raw ones
-if causal, and then normalised.
+DualLN is two layer norms over all heads: one for the keys and values of the window, one for those of the
+landmarks. As in the authors' two implementations, landmarks are pooled from normalised tokens if
+bidirectional, from raw tokens if causal, and are then normalised.
 
 Zhu, Ping, Xiao, Shoeybi, Goldstein, Anandkumar and Catanzaro 2021, "Long-Short Transformer: Efficient
 Transformers for Language and Vision", arXiv 2107.02192, section 3. As in the paper, tokens in the window also
@@ -52,8 +52,8 @@ from unrolled.ops.window import window_attention
 class LongShortState(NamedTuple):
     """State of causal attention. The newest tokens come last; rows with few tokens begin with unused places.
 
-    The last l to 2l - 1 tokens are also kept unpooled. When there would be 2l, they are cut to l and a slot
-    for landmarks is added; one slot is always free.
+    The last l to 2l - 1 tokens are also kept unpooled. When there would be 2l of them, only the last l are
+    kept, and a slot for landmarks is added; one slot is always free.
     """
 
     landmark_k: Tensor  # [B,L,r,G,D]; row b has filled its first position[b] // l slots
@@ -178,7 +178,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         window: w, the number of queries in a segment, which reads up to 2w keys (for 0, each query reads its
             own key only); if causal, the number of keys that a query reads, at least l with landmarks. None
             for landmarks alone, which support cross-attention, but not causal attention.
-        rank: number of landmarks r of the sequence (32 by default), or of each chunk if causal (1).
+        rank: number r of landmarks, by default 32 for the sequence or, if causal, 1 for each chunk.
         chunk: number l of tokens in a chunk of causal attention.
         dual_norm: normalise keys and values, of window and landmarks; both must then have the same width.
 

@@ -192,8 +192,8 @@ class LongformerAttention(SlidingWindow[Globals]):
             key, value, attn_mask: refused.
             cu_seqlens: int32 `[N+1]` offsets of N packed sequences, each with global tokens of its own.
             key_padding_mask: `[B,T]`, True = padding, which is never global.
-            global_mask: `[B,T]`, True = global, in place of `global_tokens`; any number of them in each row.
-                Finding the largest number synchronises with a GPU.
+            global_mask: `[B,T]`, True = global, in place of `global_tokens`; a row may have any number of
+                global tokens. Finding the largest number in a row synchronises with a GPU.
         """
         masks = Masks(key_padding_mask, attn_mask, cu_seqlens)
         return self._forward(query, key, value, masks, global_mask=global_mask)

@@ -1,12 +1,12 @@
-r"""Mamba-2: linear attention with a decay that depends on the input, queries and keys shared by the heads.
+r"""Mamba-2: linear attention with a decay that depends on the input; heads share queries and keys.
 
     S_t = a_t S_{t-1} + d_t k_t v_t^T        o_t = S_t^T q_t + c v_t
     d_t = softplus(W_d x_t + b)              log a_t = -exp(A) d_t
     y_t = W_o norm(o_t * silu(W_g x_t))
 
-Each head has a step size d_t, a pace A and a skip weight c. Queries and keys, called C and B in the paper,
-belong to a group of heads, and values, called X, to one head. They come from a short convolution with silu
-(`conv`, 4 taps by default). norm is an RMS norm over the heads of a group.
+Each head has a step size d_t, a pace exp(A) and a skip weight c. Queries and keys, called C and B in the
+paper, belong to a group of heads, and values, called X, to one head. All three come from a short convolution
+with silu (`conv`, 4 taps by default). norm is an RMS norm over the heads of a group.
 
 Dao and Gu 2024, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State
 Space Duality", arXiv 2405.21060: eq. 2 (the recurrence, with a scalar times the identity for A), section 5
@@ -84,7 +84,7 @@ class Mamba2(MultiHeadAttention[Mamba2State, Steps]):
         super().__init__(d_model, n_heads, **common)
         check_finite(eps=eps)
         self.step_proj = Linear(d_model, n_heads)
-        # Initialised as published: paces 1 to H, and step sizes spread evenly in their logarithm.
+        # Initialised as published: paces from 1 to H, and log-uniform step sizes.
         self.log_pace = nn.Parameter(torch.arange(1.0, n_heads + 1).log())
         begin = torch.empty(n_heads).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         with torch.no_grad():
@@ -125,7 +125,7 @@ class Mamba2(MultiHeadAttention[Mamba2State, Steps]):
         return o, Mamba2State(after.kv)
 
     def summarise(self, heads: Heads[Steps], key_padding_mask: Tensor | None) -> Decayed:
-        """Sum over these tokens; their steps make what was there before decay."""
+        """Sum over these tokens; the earlier state decays by their step sizes."""
         (q, k, written, _), log_decay = self._rule(heads), heads.inputs.log_decay
         options: Keys = {"log_decay": log_decay, "key_padding_mask": key_padding_mask}
         _, own = linear_attention(q[:, :0], k, written, return_state=True, normalize=False, **options)

@@ -15,8 +15,8 @@ Approximating Self-Attention", arXiv 2102.03902: eq. 13-14 (definition), 11 (ite
 Cost per head: time O((T+S) m (D+M) + m^2 (m+M)), memory O((T+S) (D+M+m) + m^2).
 Cannot: be causal (a landmark is a mean over past and future), or honour an arbitrary `attn_mask`. Weights may
 be negative. More landmarks, more steps or the exact inverse may be worse, since few steps regularise.
-Equals softmax attention: where there are no more than m queries or m keys, and with the exact inverse where
-the landmarks are the tokens.
+Equals softmax attention: where there are no more than m queries or m keys; with the exact inverse, also where
+all segments are equally long and each token equals the landmark of its segment.
 
 With `rotary`, queries and keys are rotated by their positions before the means are taken.
 """
@@ -40,7 +40,7 @@ from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.softmax import softmax_attention
 
 MAX_ITERATIONS = {torch.float32: 20, torch.float64: 40}
-"""The inverse is about as exact as the type allows by then; with more steps, rounding errors grow."""
+"""After these steps, the inverse is about as exact as the type allows; with more, rounding errors grow."""
 
 
 def segment_means(x: Tensor, n_segments: int, key_padding_mask: Tensor | None = None) -> Tensor:
@@ -183,10 +183,11 @@ class NystromformerAttention(MultiHeadAttention[None, None]):
         d_model, n_heads, common: see `MultiHeadAttention`.
         n_landmarks: number of landmarks m; sequences of up to m tokens get softmax attention.
         iterations: steps towards the inverse of A, from 1 to 20; `convergence` measures their error. None for
-            the exact inverse, by singular values: it is slower, and amplifies small ones, unlike few steps.
+            the exact inverse by a singular value decomposition, which is slower and, unlike a few steps,
+            amplifies small singular values.
         conv_width: odd width of a convolution over the values of neighbouring tokens, with one kernel per
-            head, that is added to the output (the skip of the paper, about 33 wide); None for none. It
-            excludes cross-attention.
+            head, that is added to the output (the skip of the paper, about 33 wide); None for no convolution.
+            With a convolution, there is no cross-attention.
 
     Raises:
         ValueError: sizes out of range.

@@ -2,19 +2,19 @@ r"""Performer: softmax attention estimated by random features, in time linear in
 
     o_i = sum_{j <= i} (phi(q_i) . phi(k_j)) v_j / sum_{j <= i} phi(q_i) . phi(k_j)
 
-Bidirectional attention sums over all j. With x = q / D^(1/4) and y = k / D^(1/4), whose product is that of
-softmax attention, and m rows of W drawn from N(0, I), E[phi(q) . phi(k)] = exp(q . k / sqrt(D)) for
+Bidirectional attention sums over all j. With x = q / D^(1/4) and y = k / D^(1/4), the product x . y is the
+score of softmax attention. With m rows of W drawn from N(0, I), E[phi(q) . phi(k)] = exp(q . k / sqrt(D)) for
 
     positive        phi(q) = exp(Wx - |x|^2/2) / sqrt(m)                      R = m features, all positive
     hyperbolic      phi(q) = exp([Wx, -Wx] - |x|^2/2) / sqrt(2m)              R = 2m, all positive
     trigonometric   phi(q) = exp(|x|^2/2) [sin(Wx), cos(Wx)] / sqrt(m)        R = 2m, of either sign
 
-Generalised features f(Wq) + 0.001, f >= 0, make a kernel of their own: deterministic ones if W = I
+Generalised features f(Wq) + 0.001 with f >= 0 define a kernel of their own. They are deterministic if W = I
 ("identity").
 
 Choromanski et al. 2021, "Rethinking Attention with Performers", arXiv 2009.14794: section 2.3 with lemma 1
 (positive and hyperbolic features) and lemma 2 (their errors), 2.4 (orthogonal rows), theorem 1 (regularised
-rows). The following stabilisation is not from the paper, and differs from its published codes.
+rows). The following stabilisation is not from the paper, and differs from the published implementations.
 
 Features overflow any float, so exponents are shifted. Queries are shifted by their own maximum, which
 cancels. Keys are shifted by M_t, the maximum of all exponents up to token t (of the whole sequence if
@@ -22,9 +22,9 @@ bidirectional):
 
     S_t = exp(M_{t-1} - M_t) S_{t-1} + exp(-M_t) phi(k_t) v_t^T
 
-This is linear attention with a decay, and it cancels as well. One maximum over the whole sequence, as in the
-published codes, leaks the size of future keys into the past. Rows are drawn once; only `redraw` draws new
-ones.
+This is linear attention with a decay, and M_t cancels as well. One maximum over the whole sequence, as in the
+published implementations, leaks the size of future keys into the past. Rows are drawn once; only `redraw`
+draws new ones.
 
 Cost per head, with values M wide and chunks of C = 64 tokens: in training time O(T R (D + M + C)) and memory
 O(T R); per generated token time O(R (D + M)), memory and state O(R M).
@@ -33,9 +33,9 @@ features so far: a query with only such weights gets 0. The divisor of trigonome
 negative (`signed_linear_attention`), and such outputs have few digits.
 Equals softmax attention: as m grows, and in practice for small queries and keys only. The variance grows like
 exp(|x + y|^2): with D = 64 and entries of unit variance the error is larger than the output even with m =
-8192. With no practical number of features does FAVOR+ approximate softmax there; it is a mechanism of its
-own, to be trained as such. With entries of standard deviation 0.5 the error is about half of the output at m
-= 256, and a tenth at m = 8192 (measured in `tests/attention/test_performer.py`).
+8192. FAVOR+ does not approximate such softmax attention with any practical number of features: it is a
+mechanism of its own, to be trained as such. With entries of standard deviation 0.5 the error is about half of
+the output at m = 256, and a tenth at m = 8192 (measured in `tests/attention/test_performer.py`).
 """
 
 import math
@@ -86,7 +86,7 @@ class PerformerState(NamedTuple):
 
 
 class Features(NamedTuple):
-    """phi(x) = exp(exponent + log_size) * wave; by default 0, 0 and 1."""
+    """phi(x) = exp(exponent + log_size) * wave; None stands for 0, 0 and 1."""
 
     exponent: Tensor | None  # [...,H,R]
     log_size: Tensor | None  # [...,H]
@@ -148,7 +148,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) ->
 
 
 class Kind(NamedTuple):
-    """A kind of features, and the linear attention that divides by their sum."""
+    """A kind of features, their number for each row of W, and the linear attention for their signs."""
 
     features: Callable[[Tensor, Project], Features]
     per_row: int = 1
@@ -321,7 +321,7 @@ class PerformerAttention(MultiHeadAttention[PerformerState, None]):
         rows: "orthogonal", "regularised" or "independent" (see `draw_rows`), or "identity", without random
             rows, for generalised features.
         per_head: draw rows for each key/value head, rather than one set for all.
-        seed: of the rows; by default drawn from torch's generator like initial weights.
+        seed: seed of the rows; by default drawn from torch's generator like initial weights.
     """
 
     supports = GENERAL.but(sequence=True)
@@ -360,7 +360,7 @@ class PerformerAttention(MultiHeadAttention[PerformerState, None]):
     def redraw(self) -> None:
         """Draw new rows, determined by the seed and the number of redraws; nothing else redraws them.
 
-        A state of the previous rows is refused afterwards.
+        Afterwards, a state that was made with the previous rows is refused.
         """
         if self.feature_map.projection is None:
             raise UnsupportedError("identity rows are not random; use rows='orthogonal', for example")
@@ -389,7 +389,7 @@ class PerformerAttention(MultiHeadAttention[PerformerState, None]):
         return self._unless_redrawn(o, state), PerformerState(*after, position, state.draw)
 
     def summarise(self, heads: Heads[None], key_padding_mask: Tensor | None) -> Shifted:
-        """Sum over these tokens, under the largest of their exponents."""
+        """Sum over these tokens, with exponents shifted by the largest of them."""
         q, k = self.rotated(heads)
         _, own = favor_attention(q[:, :0], k, heads.v, self.feature_map, key_padding_mask=key_padding_mask)
         return Shifted(own._asdict())

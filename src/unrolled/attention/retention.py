@@ -9,8 +9,9 @@ norm_h is an RMS norm of each head, o / sqrt(mean(o^2) + eps), which bounds the 
 
 Sun et al. 2023, "Retentive Network: A Successor to Transformer for Large Language Models",
 arXiv 2307.08621: eq. 5 (parallel), 6 (recurrent), 7 (by chunks), 8 (heads, norm and gate). The normalisations
-of section 2.2 are left out. They scale the rows of o, which the norm undoes except for its eps: a row scaled
-by s sees eps / s^2. Where eps is small against mean(o^2), the difference is rounding.
+of section 2.2 are left out. They scale the rows of o. The norm undoes this except for its eps: for a row
+scaled by s, eps has the effect of eps / s^2. Where eps is small against mean(o^2), the difference is no
+larger than rounding.
 
 To load weights of the authors' code (torchscale), use `bias=False`, `angles="closed"`, its eps (1e-6 by
 default), and a `head_norm.weight` of 1. Its projections are parts of `qkv_proj`, in the order q, k, v.
@@ -75,9 +76,9 @@ def retention(
         k: keys `[B,T,G,D]`; H is a multiple of G, and query head h reads key head h // (H/G).
         v: values `[B,T,G,M]`.
         log_decay: logarithm of gamma for each key head `[G]`, at most 0.
-        positions: of the keys, the last of them of the queries, by which both are rotated; no rotation by
-            default.
-        rotate: the function that rotates them, of vectors and positions.
+        positions: positions of the keys, the last T of which are those of the queries. Queries and keys are
+            rotated by their positions; by default, they are not rotated.
+        rotate: the function of vectors and positions that rotates the vectors.
         state: S before the first key, `[B,G,D,M]`.
         masks: `key_padding_mask [B,T]`, True = padding, which leaves the state as it was; or `cu_seqlens`,
             int32 `[N+1]` offsets of N sequences packed into one row (B = 1).
@@ -144,8 +145,8 @@ class Retention(MultiHeadAttention[RetentionState, None]):
     Args:
         d_model, n_heads, common: see `MultiHeadAttention`; must be causal. With `n_kv_heads`, each key head
             has its own decay.
-        rotary: rotate queries and keys by their positions, as the paper does. In a model this follows its
-            `positions`, unless the options of the layer set it.
+        rotary: rotate queries and keys by their positions, as the paper does. A model sets this according to
+            its `positions`, unless the options of the layer set it.
         angles: "rotary", base^(-2i/D) as everywhere here, or "closed", base^(-2i/(D-2)) as in torchscale.
         eps: added to the mean square of a head, above 0.
     """
@@ -200,7 +201,7 @@ class Retention(MultiHeadAttention[RetentionState, None]):
         return o, RetentionState(kv, advance(state.position, heads.q, key_padding_mask))
 
     def summarise(self, heads: Heads[None], key_padding_mask: Tensor | None) -> Decayed:
-        """Sum over these tokens; each of them makes what was there before decay."""
+        """Sum over these tokens; the earlier state decays with each of them."""
         _, kv = self._retain(heads.without_queries(), None, Masks(key_padding_mask))
         tokens = advance(torch.zeros(len(kv), device=kv.device), heads.k, key_padding_mask)
         rates = log_gamma(self.n_kv_heads, kv.device)

@@ -14,10 +14,10 @@ The gate (RFA-Gate) is one number per head and token, g_i = sigmoid(w . x_i + b)
 Initially w = 0, and g is from 0.9 to 0.99 across the heads, a memory of 10 to 100 tokens.
 
 Peng, Pappas, Yogatama, Schwartz, Smith and Kong 2021, "Random Feature Attention", arXiv 2103.02143: theorem 1
-(features), section 3.1 (attention), section 3.2 (gate). The text draws rows of variance s^2 but states the
+(features), section 3.1 (attention), section 3.2 (gate). The paper draws rows of variance s^2 but states the
 kernel with 1 / s^2; here s multiplies, as in the authors' code. `rotary` rotates the vectors s u, so that
-weights depend on distances for any s. The paper's stateful variant is `prefill` of a segment from
-the detached state of the segment before.
+weights depend on distances for any s. The paper's stateful variant is to call `prefill` on each segment with
+the detached state of the previous segment.
 
 Cost per head, with R = 2n features (n for arccos), values M wide and chunks of C = 64 tokens: in training
 time O(T R (D + M + C)) and memory O(T R); per generated token time O(R (D + M)), memory and state O(R M).
@@ -105,12 +105,12 @@ class RfaOptions(KeyMasks, total=False):
 
 
 def rfa_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[RfaOptions]) -> tuple[Tensor, RfaSums]:
-    """Attend by features `q [B,T,H,R]`, `k [B,S,G,R]` to `v [B,S,G,M]`; their products are not negative.
+    """Attend by features `q [B,T,H,R]`, `k [B,S,G,R]`, whose products are not negative, to `v [B,S,G,M]`.
 
     Args:
         q, k, v: as for `linear_attention`.
-        options: `gate_logits [B,S,G]`, the gates being their sigmoid; None for no gate. The masks, `causal`
-            and `state` are as for `linear_attention`.
+        options: `gate_logits [B,S,G]`, whose sigmoid is the gates; None for no gate. The masks, `causal` and
+            `state` are as for `linear_attention`.
 
     Returns:
         `o [B,T,H,M]`, and the sums after the last key.
@@ -121,7 +121,7 @@ def rfa_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[RfaOptions]
 def signed_rfa_attention(
     q: Tensor, k: Tensor, v: Tensor, **options: Unpack[RfaOptions]
 ) -> tuple[Tensor, RfaSums]:
-    """Attend as `rfa_attention`, by features whose products may be negative.
+    """Attend as `rfa_attention` does, but by features whose products may be negative.
 
     The absolute value of a divisor is at least a millionth of the total weight of the keys.
     """
@@ -240,7 +240,7 @@ class RfaMap(nn.Module):
         head_dim: D.
         features: "fourier" or "arccos".
         n_features: number n of rows per head.
-        rows: their distribution, see `draw_rows`.
+        rows: distribution of the rows, see `draw_rows`.
         seed: see `Projection`.
     """
 
@@ -310,7 +310,7 @@ class RandomFeatureAttention(MultiHeadAttention[RfaState, Gate | None]):
         n_features: number n of rows of W for each key/value head.
         gate: forget as RFA-Gate does; causal self-attention only.
         rows: "orthogonal", "regularised" or "independent", see `draw_rows`.
-        seed: of the rows; by default drawn from torch's generator like initial weights.
+        seed: seed of the rows; by default drawn from torch's generator like initial weights.
     """
 
     supports = GENERAL.but(sequence=True)
@@ -370,7 +370,7 @@ class RandomFeatureAttention(MultiHeadAttention[RfaState, Gate | None]):
         return o, RfaState(*after, advance(state.position, heads.q, key_padding_mask), state.draw)
 
     def summarise(self, heads: Heads[Gate | None], key_padding_mask: Tensor | None) -> Decayed:
-        """Sum over these tokens; their gates make what was there before decay."""
+        """Sum over these tokens; the earlier state decays by their gates."""
         _, k, logits = self._features(heads)
         if key_padding_mask is not None:
             k = without_padding(k, key_padding_mask)

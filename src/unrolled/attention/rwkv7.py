@@ -1,4 +1,4 @@
-r"""RWKV-7: a state that decays, erases what a key holds in part, and writes it, channel by channel.
+r"""RWKV-7: a state that decays, partly erases the value under a key, and writes a new one, per channel.
 
     S_t = (diag(w_t) - (a_t * p_t) p_t^T) S_{t-1} + k_t v_t^T        o_t = S_t^T r_t
     log w_t = -exp(-1/2) sigmoid(d + W_2 tanh(W_1 x_t^w))            a_t = sigmoid(c + W_4 W_3 x_t^a)
@@ -10,9 +10,9 @@ for z = r, w, k, v, a, g, with zeros before the first token. norm_h is a layer n
 u are learned per channel. It is the rule of `unrolled.ops.dplr`, where q is r, a is -p and b is a * p.
 
 Peng et al. 2025, "RWKV-7 'Goose' with Expressive Dynamic State Evolution", arXiv 2503.14456, and the code of
-its first author, `RWKV_x070_TMix_seq` in the package rwkv. The published model adds, in every layer but the
-first, a learned share of the first layer's values to its own; a layer here stands alone. With `bias=False` it
-is the published first layer.
+its first author, `RWKV_x070_TMix_seq` in the package rwkv. In the published model, every layer but the first
+adds a learned share of the first layer's values to its own values; here, layers are independent. With
+`bias=False` this is the published first layer.
 
 Cost per head, with values M wide and chunks of C = 32 tokens, or 64 for heads wider than 64: in training time
 O(T (C (C+D+M) + D (D+M))) and memory O(T (C+D+M)); per generated token time, memory and state O(D M).
@@ -40,7 +40,7 @@ from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.sequence import Transformed, causal_conv
 
 MIXTURES = {"r": 0.2, "k": 0.7, "v": 0.7, "w": 0.9, "a": 0.9, "g": 0.2}
-"""What is projected from a mixture, and how soon its channels turn from the token before to this one."""
+"""For each mixture, the exponent of its initial mu: channel c of d has mu = 1 - (c/d)^exponent."""
 
 
 class RWKV7State(NamedTuple):
@@ -56,7 +56,7 @@ class Controls(NamedTuple):
     log_decay: Tensor  # log w [...,H,D]
     rate: Tensor  # a [...,H,D]
     gate: Tensor  # of the output [...,H,M]
-    last: Tensor  # input, for the state [B,1,d_model]
+    last: Tensor  # the last input, for the state [B,1,d_model]
 
 
 class Rule(NamedTuple):
@@ -82,8 +82,8 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
     """The time mixing of RWKV-7.
 
     Args:
-        d_model, n_heads, common: see `MultiHeadAttention`; must be causal. Each of the H heads has a state;
-            published ones are 64 wide, and each has its own keys and values.
+        d_model, n_heads, common: see `MultiHeadAttention`; must be causal. Each of the H heads has a state.
+            In the published models, heads are 64 wide, and each has its own keys and values.
         decay_rank, rate_rank, gate_rank: widths between the two matrices that compute w, a and the gate of
             the output.
         eps: added to the variance of the norm.
@@ -120,8 +120,8 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
         self.rate_up = Linear(rate_rank, keys)
         self.gate_down = Linear(d_model, gate_rank, bias=False)
         self.gate_up = Linear(gate_rank, values, bias=False)
-        # Initialised as the first published layer: from channels that take their input from the token before
-        # to channels that take it from this one, and from short to long memories.
+        # Initialised like the first layer of the published models: the channels range from those that read
+        # the token before to those that read this one, and from short to long memories.
         share = torch.arange(d_model) / d_model
         self.mix = nn.Parameter(torch.stack([1 - share**power for power in MIXTURES.values()]))
         with torch.no_grad():
@@ -136,7 +136,7 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
         self.norm_bias = nn.Parameter(torch.zeros(values))
 
     def project(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> Projected:
-        """Leave the projection to `heads_of`, which knows the token before."""
+        """Return the input three times: `heads_of` projects it, since only it knows the token before."""
         return Unmixed(query, query, query)
 
     def heads_of(
@@ -172,7 +172,7 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
         return Controls._make((*by_head, last))
 
     def _token_before(self, x: Tensor, masks: Masks, last: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the token before each of `x`, after `last`; and the last of all."""
+        """Return the token before each token of `x`, where `last` precedes the first, and the last token."""
         one = x.new_ones(self.d_model)
         taps = torch.stack([one, one - 1], dim=-1)
         if x.dim() == 2 and last is not None:
@@ -200,7 +200,7 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
         return self._finished(o, heads, rule), RWKV7State(kv, heads.inputs.last)
 
     def summarise(self, heads: Heads[Controls], key_padding_mask: Tensor | None) -> Transformed:
-        """Run from zeros; and from the identity, with values of zero, for what becomes of a state."""
+        """Compute A and B by which a state X becomes A X + B, as the rule on the identity and on zeros."""
         rule = self._rule(heads)
         v, state = beside_identity(rule.v, rule.k)
         _, kv = dplr(*rule._replace(v=v), state=state, key_padding_mask=key_padding_mask)

@@ -8,8 +8,8 @@ r"""Similarity attention: any kernel of queries and keys in place of exp(q . k /
     "linear"        q . k
 
 Attention is a kernel smoother, and a mask says which keys enter it. A floating-point `attn_mask` is the
-logarithm of a second kernel, of positions say, and the product of both is taken. With `symmetric`, queries
-and keys share their projection, and the kernel is symmetric in the inputs too.
+logarithm of a second kernel, for example of positions, by which the first is multiplied. With `symmetric`,
+queries and keys share their projection, and the kernel is symmetric in the inputs too.
 
 Tsai, Bai, Yamada, Morency and Salakhutdinov 2019, "Transformer Dissection: A Unified Understanding of
 Transformer's Attention via the Lens of Kernel", arXiv 1908.11775, definition 1 and section 3.
@@ -17,7 +17,7 @@ Transformer's Attention via the Lens of Kernel", arXiv 1908.11775, definition 1 
 Cost per head: time and memory O(T^2) whatever the kernel; per generated token O(T (D+M)), and as much state.
 It is meant for reading and comparison: a kernel of finitely many features is faster as linear attention.
 Cannot: guarantee weights between 0 and 1 for a kernel that may be negative, such as "linear" and odd degrees.
-A query whose weights sum to 0 gets 0, and one where they nearly do gets large weights of both signs.
+A query whose weights sum to 0 gets 0. Where the sum is close to 0, the weights are large and of both signs.
 Equals softmax attention: with "exp", always. Equals linear attention with the polynomial map: with
 "polynomial" of degree 2.
 """
@@ -125,7 +125,7 @@ def similarity_attention(
     attn_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Average the values by the kernel of queries and keys (equation above), by its definition.
+    """Average the values by the kernel of queries and keys, computed by the definition above.
 
     Args:
         q: queries `[B,T,H,D]`.
@@ -182,7 +182,7 @@ class SimilarityAttention(CachedAttention):
         d_model, n_heads, common: see `MultiHeadAttention`.
         similarity: "exp", "rbf", "polynomial", "linear", or a function of q and k as in `Similarity`.
         similarity_options: further arguments of the similarity of that name, such as `{"degree": 4}`.
-        symmetric: project queries by the weights of the keys, which then have as many heads.
+        symmetric: project queries with the weights of the keys; n_kv_heads must then be n_heads.
     """
 
     supports = GENERAL.but(recurrence="growing", attn_mask=True, sequence=True)
@@ -255,7 +255,7 @@ class SimilarityAttention(CachedAttention):
 def _without_offset(
     q: Tensor, k: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Subtract the first key of a sequence that is not padding, which no causal query precedes, from both.
+    """Subtract the first valid key of each sequence, which no causal query precedes, from queries and keys.
 
     The mean of the keys would do as well, but it depends on later keys.
     """

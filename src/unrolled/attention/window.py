@@ -1,4 +1,4 @@
-r"""Window attention: softmax attention to the tokens near each one, at a cost that follows the window.
+r"""Window attention: softmax attention of each token to the tokens near it; the cost grows with the window.
 
     o_i = sum_{j in W_i} a_ij v_j    a_ij = exp(q_i . k_j / sqrt(D)) / sum_{l in W_i} exp(q_i . k_l / sqrt(D))
     W_i = { i + m d : -left <= m <= right }

@@ -1,10 +1,10 @@
-"""Speech to symbols by bidirectional LSTMs, what the attention of `transcriber` is compared with.
+"""Speech to symbols by bidirectional LSTMs, for comparison with the attention of `transcriber`.
 
     z = subsampling(x)                                    T frames of features to T / 4 vectors
     z <- [LSTM(norm(z)); LSTM(norm(z)) right to left]     n_layers times
     p_t = softmax(W z_t + b)                              over the symbols and the blank
 
-Without the layer norms, training stays for long where every symbol is a blank.
+Without the layer norms, the model predicts only blanks for a long part of the training.
 
 Graves et al. 2013, "Speech recognition with deep recurrent neural networks", arXiv 1303.5778, section 2, with
 torch's LSTM; trained by CTC (`unrolled.models.ctc`).
@@ -44,7 +44,7 @@ class BiLSTMTranscriberConfig(ModelConfig):
 
 
 class BiLSTMTranscriber(CTCModel):
-    """Subsampling, bidirectional LSTMs, and an output layer. Weights start as torch's."""
+    """Subsampling, bidirectional LSTMs, and an output layer. Weights have torch's initial values."""
 
     model_name = "bilstm_transcriber"
     config_type = BiLSTMTranscriberConfig

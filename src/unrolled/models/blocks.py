@@ -121,7 +121,7 @@ class ResidualBlock(Layer):
 class AttentionBlock(ResidualBlock):
     """Attention, added to the residual stream, without a feed-forward layer.
 
-    The three verbs differ only in how the attention is called.
+    The three methods differ only in how the attention is called.
     """
 
     def __init__(self, config: TransformerConfig, layer: int, *, causal: bool) -> None:
@@ -191,7 +191,7 @@ def make_attention(config: TransformerConfig, layer: int, *, causal: bool) -> At
 
 
 def tie_layers(layers: Iterable[Attention]) -> None:
-    """Let the layers of each mechanism share the parameters that it shares within a model."""
+    """Let the layers share the parameters that their mechanism shares within a model."""
     by_kind: dict[type[Attention], list[Attention]] = {}
     for layer in layers:
         by_kind.setdefault(type(layer), []).append(layer)
@@ -216,9 +216,10 @@ def init_weights(model: nn.Module, config: TransformerConfig) -> None:
     """Draw linear layers and embedding tables from N(0, 0.02^2), with biases at 0, as in GPT-2.
 
     With pre-norm, the two layers of each block that write to the residual stream get a standard deviation of
-    0.02 / sqrt(2 n_layers), so that its scale at the end does not depend on the depth (Radford et al. 2019,
-    §2.3). Other norms rescale what they write, so there they get 0.02 too. In attention mechanisms only
-    `qkv_proj` and `out_proj` are drawn; other parameters keep the initial values of the mechanism.
+    0.02 / sqrt(2 n_layers), so that the scale of the stream after the last block does not depend on the depth
+    (Radford et al. 2019, §2.3). Other norms rescale what these layers write, so with them the two layers get
+    0.02 too. In attention mechanisms only `qkv_proj` and `out_proj` are drawn; other parameters keep the
+    initial values of the mechanism.
     """
     rescaled = {
         id(module)

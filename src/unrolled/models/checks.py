@@ -13,8 +13,8 @@ from unrolled.ops.checks import check_device, check_key_padding_mask, check_tens
 def check_ids(name: str, ids: Tensor, n_ids: int, table: Tensor | None = None, axes: str = "[B, T]") -> None:
     """Raise ValueError unless `ids` is long with these axes, on the device of `table`, and in [0, n_ids).
 
-    Values are checked on a CPU only: elsewhere reading them would stall the queue, and a compiled graph
-    cannot. There the assertion of the embedding remains.
+    Values are checked on a CPU only: on other devices, reading them would stall the queue, and a compiled
+    graph cannot read them. In these cases, only the assertion in torch's embedding remains.
     """
     check_tensor(name, ids)
     if ids.dim() != axes.count(",") + 1 or ids.dtype != torch.long:

@@ -1,15 +1,15 @@
 r"""Connectionist temporal classification: from frames to symbols, without knowing which frame holds which.
 
-A model gives each of T frames a distribution p_t over V symbols and a blank. A path has one of them for each
-frame; it stands for what is left when repeats are merged and blanks removed:
+A model gives each of T frames a distribution p_t over V symbols and a blank. A path has one symbol or blank
+for each frame. It stands for the sequence y that is left when repeats are merged and then blanks are removed:
 
     p(y | x) = sum over the paths pi of y of  prod_t p_t(pi_t)          loss = -log p(y | x) / U
 
-with the U symbols of y. The sum is a recursion over t and the places in y. Graves et al. 2006, "Connectionist
-Temporal Classification", ICML, eq. 2-8; computed by torch.
+where U is the length of y. The sum is computed by a recursion over t and the places in y. Graves et al. 2006,
+"Connectionist Temporal Classification", ICML, eq. 2-8; computed by torch.
 
-Cost: O(T U). A path needs a frame for each symbol and for a blank between two equal ones, so that y cannot be
-longer than that.
+Cost: O(T U). A path needs a frame for each symbol, and one for the blank between two equal symbols, so T
+limits the length of y.
 """
 
 from typing import cast
@@ -54,7 +54,7 @@ class Subsampling(Layer):
 
 
 class CTCModel(SavedModel):
-    """Subsampled frames, an encoder, and a distribution over symbols and the blank for each frame left.
+    """Subsampled frames, an encoder, and for each remaining frame a distribution over symbols and blank.
 
     A model derives from this class and defines `encode`. Its config has the fields vocab_size, n_mels and
     d_model; the id `vocab_size` is the blank.
@@ -100,7 +100,7 @@ class CTCModel(SavedModel):
         return self.head.log_probs(self.encode(self.subsampling(x, padding), left))
 
     def loss(self, inputs: Tensor, targets: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Mean -log p(y | x) in nats for each symbol of y, in at least fp32; their sum if there is none.
+        """Mean -log p(y | x) in nats per symbol of y, in at least fp32; if no row has symbols, the sum.
 
         Args:
             inputs: as `x` of `forward`.
@@ -116,12 +116,12 @@ class CTCModel(SavedModel):
         return ctc_loss(log_probs, targets, frames)
 
     def frames(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """How many frames are left of each row of `x [B,T,n_mels]`: `[B]`."""
+        """Number of frames of each row of `x [B,T,n_mels]` that are left after subsampling: `[B]`."""
         return (~subsampled(_padding(x, key_padding_mask))).sum(1)
 
 
 def ctc_loss(log_probs: Tensor, targets: Tensor, frames: Tensor) -> Tensor:
-    """Mean -log p(y | x) in nats for each symbol of y; their sum if there is none.
+    """Mean -log p(y | x) in nats per symbol of y; if no row has symbols, the sum over the rows.
 
     Args:
         log_probs: `[B,T,V+1]`, the blank last.
@@ -155,7 +155,7 @@ def ctc_loss(log_probs: Tensor, targets: Tensor, frames: Tensor) -> Tensor:
 
 
 def subsampled(padding: Tensor) -> Tensor:
-    """The padding of the frames that are left: `[B,T]` -> `[B,ceil(T/4)]`."""
+    """The padding of the frames that are left after subsampling: `[B,T]` -> `[B,ceil(T/4)]`."""
     return padding[:, ::SUBSAMPLING]
 
 

@@ -85,7 +85,7 @@ class PositionEmbedding(Layer):
         """Add positions to whole sequences `x` [B, T, d_model].
 
         A row counts its valid tokens only, from `start` [B] (default 0); packed sequences each count from 0.
-        Where processes share the sequence, the tokens of the slices before count too.
+        Where processes share the sequence, the tokens of earlier slices count too.
 
         Raises:
             ValueError: a mask of another shape or type, or a position without a learned vector.
@@ -115,7 +115,7 @@ class PositionEmbedding(Layer):
     def at(self, x: Tensor, positions: Tensor, *, below: int | None = None) -> Tensor:
         """Add the given `positions` [...] to `x` [..., d_model].
 
-        `below` is a known bound of the positions, so that they need not be read.
+        `below` is a known upper bound of the positions, which makes it unnecessary to read them.
 
         Raises:
             ValueError: a position has no learned vector.

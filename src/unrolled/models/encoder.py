@@ -42,7 +42,7 @@ class EncoderConfig(TransformerConfig):
             sentences); 0 for none.
         embedding_norm: normalise the sum of embeddings and positions before the first block.
         head_hidden: put a layer of d_model units with this activation before the output layer: "gelu",
-            "gelu_tanh", "relu" or "tanh"; None for none. For "masked", a norm follows it (BERT).
+            "gelu_tanh", "relu" or "tanh"; None for no such layer. For "masked", a norm follows it (BERT).
         output_bias: give the output layer a bias; by default it has one unless it is the embedding table.
     """
 
@@ -105,7 +105,7 @@ class Reading(TypedDict, total=False):
 class Encoder(RecomputingModel):
     """Embeddings, bidirectional blocks, and a linear output.
 
-    Weights start as in `unrolled.models.blocks.init_weights`.
+    `unrolled.models.blocks.init_weights` initialises the weights.
     """
 
     model_name = "encoder"
@@ -199,7 +199,7 @@ class Encoder(RecomputingModel):
             raise wrong_shape("x", x, f"[B, T, input_dim = {self.config.input_dim}]")
         elif (
             key_padding_mask is not None
-        ):  # 0 before the embedding, whose gradient would take NaN from padding
+        ):  # zero padding before the embedding: NaN there would reach the embedding's gradient
             check_key_padding_mask(key_padding_mask, *x.shape[:2])
             x = without_padding(x, key_padding_mask)
         y = self.embedding(x).to(self.embedding.weight.dtype)  # autocast must not narrow the residual stream

@@ -3,13 +3,14 @@
     memory = encoder(source)                                      bidirectional self-attention
     p(y_t | y_<t, source) = softmax(W decoder(y_<t, memory))_t    causal self-attention, then cross-attention
 
-Each sub-layer f is x <- norm(x + dropout(f(x))). Tokens are vectors of one table E, times sqrt(d_model), plus
-sinusoids, with dropout on the sum, and W = E: Vaswani et al. 2017, "Attention Is All You Need", arXiv
-1706.03762, sections 3.1 to 3.5 and 5.4. Reproducing their results needs a warm-up, Adam with betas (0.9,
-0.98) and eps 1e-9, and label smoothing (sections 5.3 and 5.4); see `unrolled.training.optim.Schedule`.
+Each sub-layer f is x <- norm(x + dropout(f(x))). A token's vector is its row of the table E times
+sqrt(d_model), plus sinusoids, with dropout on the sum; W is the same table E. Vaswani et al. 2017, "Attention
+Is All You Need", arXiv 1706.03762, sections 3.1 to 3.5 and 5.4. Reproducing their results needs a warm-up,
+Adam with betas (0.9, 0.98) and eps 1e-9, and label smoothing (sections 5.3 and 5.4); see
+`unrolled.training.optim.Schedule`.
 
-With linear attention in all three places the decoder is an RNN: the size of its state does not depend on the
-length of the source or of the target.
+With linear attention for all three attentions the decoder is an RNN: the size of its state does not depend on
+the length of the source or of the target.
 """
 
 import math
@@ -39,8 +40,8 @@ from unrolled.ops.state import Parts
 class EncoderDecoderConfig(TransformerConfig):
     """An encoder-decoder's fields; see `TransformerConfig` for the rest.
 
-    Encoder and decoder have `n_layers` each. `attention` is that of the encoder; all three attentions are a
-    name or a list with one per layer.
+    Encoder and decoder have `n_layers` each. `attention` is that of the encoder. Each of the three attentions
+    is a name, or a list with one name per layer.
 
     Attributes:
         vocab_size: number of token ids, of the target and, by default, of the source.
@@ -120,8 +121,8 @@ Verb = Callable[[Tensor, Parts, Parts], tuple[Tensor, Parts]]  # `prefill` or `s
 class EncoderDecoder(RecomputingModel):
     """Reads a source and predicts its target, such as a sentence and its translation.
 
-    Matrices start Xavier-uniform (queries, keys and values separately), biases at 0 and token vectors from
-    N(0, 1 / d_model).
+    Matrices are initialised Xavier-uniform (queries, keys and values separately), biases to 0, and token
+    vectors from N(0, 1 / d_model).
     """
 
     model_name = "encoder_decoder"
@@ -156,7 +157,7 @@ class EncoderDecoder(RecomputingModel):
         key_padding_mask: Tensor | None = None,
         global_mask: Tensor | None = None,
     ) -> Tensor:
-        """Logits of the token that follows each of the target.
+        """Logits of the token that follows each token of the target.
 
         Args:
             source: [B, S] long, at least one token in each row.
@@ -222,7 +223,8 @@ class EncoderDecoder(RecomputingModel):
     def step(self, token: Tensor, state: EncoderDecoderState) -> tuple[Tensor, EncoderDecoderState]:
         """Read one token [B] of each target; return logits [B, V] and the new state.
 
-        On a CPU, ids outside the vocabulary raise ValueError; elsewhere reading them would stall the queue.
+        On a CPU, ids outside the vocabulary raise ValueError; on other devices they are not checked, since
+        reading them would stall the queue.
         """
         check_ids("token", token, self.config.vocab_size + 1, self.embedding.weight, "[B]")
         self._check_state(state, token.shape[0])
@@ -245,7 +247,7 @@ class EncoderDecoder(RecomputingModel):
     def _advance(
         self, x: Tensor, verbs: list[Verb], state: EncoderDecoderState, n_tokens: int
     ) -> tuple[Tensor, EncoderDecoderState]:
-        """Run `prefill` or `step` of each block: the logits, and the state `n_tokens` further."""
+        """Run `prefill` or `step` of each block: the logits, and the state after `n_tokens` more tokens."""
         layers = []
         for verb, memory, layer in zip(verbs, state.memory, state.layers, strict=True):
             x, layer = verb(x, memory, layer)

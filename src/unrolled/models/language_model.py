@@ -83,7 +83,7 @@ class LanguageModel(SavedModel, Generic[State]):
     def loss_from(
         self, inputs: Tensor, targets: Tensor, state: State, *, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """Mean loss of tokens that follow those that `state` has read, as of `loss`, and the new state.
+        """Mean loss, as in `loss`, of the tokens that follow those that `state` has read; and the new state.
 
         Args:
             inputs: [B, T] long.
@@ -115,7 +115,8 @@ class LanguageModel(SavedModel, Generic[State]):
     def step(self, token: Tensor, state: State) -> tuple[Tensor, State]:
         """Read one token [B] per row; return logits [B, vocab_size] and the new state.
 
-        On a CPU, ids outside the vocabulary raise ValueError; elsewhere reading them would stall the queue.
+        On a CPU, ids outside the vocabulary raise ValueError; on other devices they are not checked, since
+        reading them would stall the queue.
         """
         check_ids("token", token, self.n_ids, self.embedding.weight, "[B]")
         self.check_state(state, token.shape[0])

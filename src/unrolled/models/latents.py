@@ -38,9 +38,9 @@ class LatentConfig(TransformerConfig):
         n_latents: number of latents.
         n_iterations: number of times that the latents pass through their stack.
         cross_heads: heads of each cross-attention.
-        cross_width: width of its queries, keys and values, over all heads; by default the smaller one of the
-            widths of the latents and of the inputs.
-        cross_value_width: width of its values, where it differs from that of its queries and keys.
+        cross_width: width of the queries, keys and values of each cross-attention, over all heads; by default
+            the smaller of the widths of the latents and of the inputs.
+        cross_value_width: width of the values of each cross-attention, if it differs from `cross_width`.
     """
 
     vocab_size: Annotated[Size | None, FromData("vocab_size")] = None
@@ -141,8 +141,10 @@ class CrossAttend(Layer):
         array_width: width of the array.
         query_width: width of the queries and of the output; d_model by default.
         heads: `cross_heads` by default.
-        width: of queries and keys over all heads; `cross_width`, or the smaller of the first two by default.
-        value_width: of values over all heads; `cross_value_width`, or `width` by default.
+        width: width of queries and keys over all heads; by default `cross_width` or, if that is None, the
+            smaller of `array_width` and `query_width`.
+        value_width: width of values over all heads; by default `cross_value_width` or, if that is None,
+            `width`.
         query_residual: add the queries z to the output of the attention.
     """
 
@@ -177,7 +179,7 @@ class CrossAttend(Layer):
         self.dropout = Dropout(config.dropout)
 
     def forward(self, z: Tensor, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Attend from `z [B, N, query_width]` to the valid inputs `x [B, S, array_width]`: as `z`."""
+        """Attend from `z [B, N, query_width]` to valid inputs `x [B, S, array_width]`: shaped like `z`."""
         q = self.q_proj(self.query_norm(z))
         widths = [self.q_proj.out_features, self.out_proj.in_features]
         k, v = self.kv_proj(self.array_norm(x)).split(widths, dim=-1)

@@ -46,7 +46,7 @@ class LuongSeq2SeqState(NamedTuple):
 
 
 class LuongSeq2Seq(Seq2Seq[LuongSeq2SeqState]):
-    """Stacked LSTMs that encode, and as many that decode with attention; weights start in U(-0.1, 0.1)."""
+    """Stacked LSTMs that encode, and as many that decode with attention; weights are from U(-0.1, 0.1)."""
 
     model_name = "luong_seq2seq"
     config_type = LuongSeq2SeqConfig

@@ -7,11 +7,12 @@ r"""Memory network with supervised memories: selects supporting sentences one by
 Phi counts words regardless of their order, each word in one of three copies: as part of the question, of a
 memory chosen before, or of the candidate y. That is 3 |W| features for |W| words.
 
-A candidate of s_O also has K features of its write time, which Phi_x lacks: -a_i / memory_size, where a_i
-sentences come after m_i, and for each of the up to K - 1 memories chosen before, 1 where m_i is newer, or 0.
-The paper compares memories in pairs, by whether one is older than the other, and keeps the winner of a loop
-over all. Here the difference of write times says which of two is newer, and by how much. So two memories are
-compared by the difference of their scores, and the winner of the loop, in any order, is the argmax:
+A candidate of s_O also has K features of its write time, which Phi_x lacks. One is -a_i / memory_size, where
+a_i sentences come after m_i. For each of the up to K - 1 memories chosen before, another one is 1 if m_i is
+newer than that memory, else 0. The paper compares memories in pairs, by whether one is older than the other,
+and keeps the winner of a loop over all. Here the difference of write times says which of two memories is
+newer, and by how much. So two memories are compared by the difference of their scores, and the winner of the
+loop, in any order, is the argmax:
 
     s_O(x, y) - s_O(x, y') = Phi_x(x)^T U^T U (Phi_y(y) - Phi_y(y') + Phi_t(x, y, y'))
 
@@ -61,7 +62,7 @@ class MemNNConfig(ModelConfig):
 
     @property
     def needs(self) -> dict[str, object]:
-        """One place of a supporting sentence per hop, after each answer."""
+        """The places of the supporting sentences, one per hop, after each answer."""
         return {"supporting": self.n_hops}
 
 
@@ -69,11 +70,11 @@ class MemNN(StoryModel):
     """A memory network that learns from given supporting sentences.
 
     A choice has no gradient: `U_O` and `U_R` are trained only through the scores that the loss compares.
-    `forward` returns the scores s_R of the answers after the memories that the network chooses, and `attend`
-    1 for the sentence that a hop chooses and 0 for the others; all 0 where there is no sentence.
+    `forward` returns the scores s_R of the answers, given the memories that the network chooses. `attend`
+    returns 1 for the sentence that a hop chooses and 0 for the others; all 0 where there is no sentence.
 
     The parameters are the transposed matrices: `U_O [3 vocab_size + n_hops, d]`, whose last rows are those of
-    the write time, and `U_R [3 vocab_size, d]`. Both start as N(0, 0.1^2).
+    the write time, and `U_R [3 vocab_size, d]`. Both are drawn from N(0, 0.1^2).
     """
 
     model_name = "memnn"
@@ -89,7 +90,7 @@ class MemNN(StoryModel):
         self.n_words, self.max_sentences = config.vocab_size, config.memory_size
 
     def answer(self, inputs: Tensor, padding: Tensor) -> Tensor:
-        """Score the answers after the memories that the network chooses, `[B,vocab_size]`."""
+        """Score the answers, given the memories that the network chooses, `[B,vocab_size]`."""
         return self._answer(inputs, padding, self._choose(inputs, padding, None)[1])
 
     def weights(self, inputs: Tensor, padding: Tensor) -> Tensor:
@@ -102,8 +103,8 @@ class MemNN(StoryModel):
         """Margin ranking loss, eq. 6-8 with sums over all wrong candidates; the mean over the targets.
 
         Each target, a supporting sentence or the answer, adds sum_{y wrong} max(0, margin - s(x, right) +
-        s(x, y)). Later hops and the answer read the given supporting sentences; where one is missing, the
-        network's own choice. The paper samples one wrong y of each sum at a time.
+        s(x, y)). Later hops and the answer read the given supporting sentences; where one is missing, they
+        read the sentence that the network chooses. The paper samples one wrong y of each sum at a time.
 
         Args:
             inputs: as for `forward`.

@@ -5,8 +5,9 @@ r"""End-to-end memory network: a question attends to the sentences of a story in
     p^k   = softmax_i(u^k . m_i^k)                 the weights of hop k; there is no scale
     u^{k+1} = u^k + sum_i p_i^k c_i^k              the answer is softmax(W u^{K+1})
 
-o multiplies elementwise; i counts sentences from the last one, 0. "adjacent" tying shares A^{k+1} = C^k,
-T alike, B = A^1 and W = C^K. "layer_wise" has one A and one C for all hops, and u^{k+1} = H u^k + ...
+o multiplies elementwise; i counts sentences from the last one, which is 0. With "adjacent" tying,
+A^{k+1} = C^k (likewise for T), B = A^1 and W = C^K are shared. "layer_wise" tying has one A and one C for all
+hops, and u^{k+1} = H u^k + ...
 
 Sukhbaatar et al. 2015, "End-To-End Memory Networks", arXiv 1503.08895, eq. 1-4 and sections 2.2 and 4.1.
 
@@ -52,9 +53,9 @@ def printed(j: Tensor, J: Tensor, d: int) -> tuple[Tensor, Tensor]:
 def code(j: Tensor, J: Tensor, d: int) -> tuple[Tensor, Tensor]:
     """Position encoding of the authors' code: l_kj = 1 + 4 (k - (d + 1) / 2) (j - (J + 1) / 2) / (d J).
 
-    Its mean is 1, and it is about twice the printed one. Arguments and result as for `printed`. The code
-    takes J from the longest sentence of the data; here it is that of the sentence, as printed, so that
-    padding has no effect.
+    Its mean is 1, and it is about twice the printed one. Arguments and result are those of `printed`. In the
+    authors' code, J is the length of the longest sentence of the data; here, J is the length of the sentence
+    itself, as printed, so that padding has no effect.
     """
     slope = 4 * (j - (J + 1) / 2) / J
     return 1 - slope * (d + 1) / (2 * d), slope
@@ -80,8 +81,8 @@ class MemN2NConfig(ModelConfig):
         n_hops: number of hops, K.
         memory_size: maximum number of sentences with temporal encoding.
         tying: "adjacent" or "layer_wise".
-        position_encoding: "printed", "code" or "bag", the functions of this module; "code" learns tasks that
-            "printed" does not.
+        position_encoding: "printed", "code" or "bag", the functions of this module; models with "code" learn
+            tasks that models with "printed" do not.
         temporal: add temporal encodings, which depend on the place of a sentence.
         linear_start: number of training batches at the start in which the hops have no softmax, p = u . m,
             which avoids bad minima (section 4.2). Evaluation uses the form of the next batch.
@@ -109,9 +110,9 @@ class MemN2NConfig(ModelConfig):
 class MemN2N(StoryModel):
     """An end-to-end memory network.
 
-    The parameters are `A`, `C`, `B` and `W`, tables `[vocab_size,d]`, with temporal encoding `T_A` and `T_C`,
-    `[memory_size,d]`, and with layer-wise tying `H [d,d]`; tied parameters are one tensor. All start from
-    N(0, 0.1^2).
+    The parameters are the tables `A`, `C`, `B` and `W`, `[vocab_size,d]`; with temporal encoding, also `T_A`
+    and `T_C`, `[memory_size,d]`; with layer-wise tying, also `H [d,d]`. Tied parameters are one tensor. All
+    are drawn from N(0, 0.1^2).
     """
 
     model_name = "memory_network"
@@ -215,7 +216,7 @@ class MemN2N(StoryModel):
         return [tables[first + step * hop] for hop in range(self.config.n_hops)]
 
     def _ages(self, absent: Tensor) -> Tensor:
-        """Count the sentences after each one, `[B,M]`; in training with empty memories among them."""
+        """Count the sentences after each one, `[B,M]`; in training, inserted empty memories count too."""
         present = (~absent).long()
         after = present.flip(1).cumsum(1).flip(1) - present
         if not self.training or self.config.noise == 0:

@@ -27,7 +27,7 @@ from unrolled.recurrent.ntm import NTM, NTMTrace
 
 @dataclass(kw_only=True)
 class NTMModelConfig(ModelConfig):
-    """Sizes and the cell.
+    """The fields of recurrent layers with a linear output.
 
     Attributes:
         input_size: channels of the inputs.
@@ -71,7 +71,7 @@ class _Layers(SavedModel):
         """The head weights of the first layer while it reads `x [B,T,input_size]`.
 
         Raises:
-            UnsupportedError: the cell is no Neural Turing Machine.
+            UnsupportedError: the cell is not a Neural Turing Machine.
         """
         layer = self.stack.layers[0]
         if not isinstance(layer, NTM):

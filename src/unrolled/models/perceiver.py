@@ -88,8 +88,8 @@ class PerceiverIOConfig(LatentConfig):
 class Perceiver(RecomputingModel):
     """Latents that read the inputs before each pass through their stack; their mean is classified.
 
-    Weights start as in `unrolled.models.latents.init_perceiver`, and the latents from a normal distribution
-    of standard deviation 0.02, truncated at 2.
+    `unrolled.models.latents.init_perceiver` initialises the weights. The latents are drawn from a normal
+    distribution of standard deviation 0.02, truncated at 2.
     """
 
     model_name = "perceiver"
@@ -109,8 +109,8 @@ class Perceiver(RecomputingModel):
         Args:
             x: token ids `[B, S]` long, or continuous inputs `[B, S, input_dim]`; `[B, *axes, input_dim]` for
                 those on a grid, which need not be of the config's size.
-            key_padding_mask: `[B, S]` bool, True at inputs that are masked, a grid's in row-major order; the
-                positions of tokens do not count them, points of a grid keep their place.
+            key_padding_mask: `[B, S]` bool, True at inputs that are masked; the points of a grid are in
+                row-major order. Masked tokens do not count in positions; points of a grid keep their place.
         """
         return self.head(self.hidden(x, key_padding_mask=key_padding_mask))
 
@@ -140,7 +140,7 @@ class Reading(TypedDict, total=False):
 class PerceiverIO(RecomputingModel):
     """Latents that read the inputs once, and output queries that read the latents after their last pass.
 
-    Weights start as those of the `Perceiver`.
+    The weights are initialised like those of the `Perceiver`.
     """
 
     model_name = "perceiver_io"
@@ -202,7 +202,7 @@ class PerceiverIO(RecomputingModel):
     def hidden(
         self, x: Tensor, *, queries: Tensor | None = None, key_padding_mask: Tensor | None = None
     ) -> Tensor:
-        """The input of the output layer: as `forward`, but of width query_width."""
+        """The input of the output layer: shaped like the result of `forward`, but query_width wide."""
         x = self.array(x, key_padding_mask=key_padding_mask)
         z = self.latents(x, key_padding_mask, recompute=self.recompute)
         (B, S), width = x.shape[:2], self.query_width

@@ -1,4 +1,4 @@
-r"""Perceiver AR: a decoder whose first block reads all tokens, and whose other blocks only the last ones.
+r"""Perceiver AR: a decoder whose first block reads all tokens; the other blocks read only the last ones.
 
     z = block_1(x)_{T-N+1 .. T}          causal softmax attention of the last N positions to all T inputs
     z = block_l(z), l = 2 ..             causal attention of these N latents to each other
@@ -11,11 +11,11 @@ projections that follow absorb the difference. So with N >= T this is the `Decod
 Cost: time O(T N + L N^2) for L blocks, where a decoder takes O(L T^2); the state of a sequence is the inputs'
 keys and values in the first block, and in the others the state of their mechanism over the latents.
 
-**Generation.** The first call of `prefill` makes latents of the last N of its tokens; those before them stay
-prefix. Each later token is one more latent. Nothing is computed twice. A prompt of t tokens and s more, split
-into calls in any way, give the logits of one `forward` over all of them with `n_latents = min(N, t) + s`.
-What a latent keeps of those before it depends on its mechanism: softmax attention keeps all of them, linear
-attention a state of constant size.
+**Generation.** The first call of `prefill` turns the last N of its tokens into latents; the tokens before
+these remain a prefix. Each later token is one more latent. Nothing is computed twice. A prompt of t tokens
+and s more tokens, split into calls in any way, give the logits of one `forward` over all of them with
+`n_latents = min(N, t) + s`. What a block keeps of earlier latents depends on its mechanism: softmax attention
+keeps all of them, linear attention a state of constant size.
 """
 
 from dataclasses import KW_ONLY, dataclass
@@ -77,7 +77,7 @@ class Reading(TokenMasks, total=False):
 
 
 class PerceiverAR(Decoder):
-    """A decoder that predicts after the last `n_latents` tokens (equations and generation: see the module).
+    """A decoder that predicts after the last `n_latents` tokens; the module docstring defines it.
 
     Rows with padding are read as if their padding were on the left: outputs are aligned at the right.
     """

@@ -1,4 +1,4 @@
-r"""Reversible blocks: the backward pass computes the input of each from its output, so it is not stored.
+r"""Reversible blocks: the backward pass computes a block's input from its output, so no input is stored.
 
 Two residual streams start as the same x; the output is their mean after the last block:
 

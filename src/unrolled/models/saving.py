@@ -17,7 +17,7 @@ from unrolled.models.config import ModelConfig
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-PLAN_FILE = "plan.safetensors"  # in its place, in the folders of `unrolled.decode`
+PLAN_FILE = "plan.safetensors"  # instead of the weights file, in the folders of `unrolled.decode`
 Config = TypeVar("Config", bound=ModelConfig)
 Model = TypeVar("Model", bound="SavedModel")
 
@@ -109,7 +109,7 @@ def save_folder(
 
     Args:
         path: the folder, created if needed.
-        file_name: of the tensors.
+        file_name: name of the file for the tensors.
         documents: the config, under the name `CONFIG_FILE`, then what else belongs to the tensors.
         tensors, metadata, aligned: as for `save_tensors`.
 
@@ -156,7 +156,7 @@ def check_tensors(own: Mapping[str, torch.Tensor], found: Mapping[str, torch.Ten
     """Check the tensors that were found in a file against those of a model.
 
     Raises:
-        ValueError: one is missing, unknown, or of another shape or kind of type.
+        ValueError: a tensor is missing, unknown, or of another shape or kind of type.
     """
     if missing := sorted(own.keys() - found.keys()):
         raise ValueError(f"{file} lacks {len(missing)} tensors of this model, the first is {missing[0]!r}")
@@ -205,7 +205,7 @@ def build(kind: type[Model], values: dict[str, object], file: Path, weights: Pat
     """Build the model of a config, unless that takes much more memory than the weights file accounts for.
 
     Raises:
-        ValueError: it does, or a value in `file` is missing, unknown or out of range.
+        ValueError: building takes that much, or a value in `file` is missing, unknown or out of range.
     """
     shapes = read_header(weights).shapes
     too_large = f"{file} is the config of a larger model than {weights} holds the weights of"
@@ -224,7 +224,7 @@ def read_json(file: Path) -> object:
     """Read a JSON file.
 
     Raises:
-        ValueError: it does not exist, or is not JSON.
+        ValueError: the file does not exist, or is not JSON.
     """
     try:
         value: object = json.loads(file.read_text(encoding="utf-8"), parse_int=_integer)

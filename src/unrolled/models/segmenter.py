@@ -4,7 +4,7 @@
     z <- block_L( ... block_1(z))
     p(bit = 1) = sigmoid(U norm(z) + c)
 
-Of a video, a place is a patch of a frame, and its bits are the pixels of an object there.
+In a video, a place is a patch of a frame, and its bits say which of its pixels belong to an object.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class SegmenterConfig(TransformerConfig):
 class Segmenter(RecomputingModel):
     """A linear layer, positions, bidirectional blocks, and a logit for each bit.
 
-    Weights start as in `unrolled.models.blocks.init_weights`.
+    `unrolled.models.blocks.init_weights` initialises the weights.
     """
 
     model_name = "segmenter"

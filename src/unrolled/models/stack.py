@@ -20,9 +20,8 @@ States = tuple[Parts, ...]
 class Stack(Layer):
     """`n_layers` blocks, and a norm of the residual stream unless the last is post-norm and ends in one.
 
-    With a `d_ff` of 0 they have no feed-forward layer.
-
-    Without `final_norm` the stream is returned as it is, so that more blocks can follow.
+    With a `d_ff` of 0, the blocks have no feed-forward layer. Without `final_norm`, the stream is returned as
+    it is, so that more blocks can follow.
     """
 
     block: type[AttentionBlock] = Block

@@ -32,7 +32,7 @@ class TranscriberConfig(TransformerConfig):
     Attributes:
         vocab_size: number of symbols; the id `vocab_size` is the blank.
         n_mels: features of a frame.
-        max_length: number of learned positions, one for every 4 frames; no other limit.
+        max_length: number of learned positions, one for every 4 frames; it limits nothing else.
     """
 
     vocab_size: Annotated[Size, FromData("vocab_size")]
@@ -47,7 +47,8 @@ class TranscriberConfig(TransformerConfig):
 class Transcriber(CTCModel, RecomputingModel):
     """Subsampling, positions, bidirectional blocks, and an output layer.
 
-    Weights start as in `unrolled.models.blocks.init_weights`, the convolutions as torch's.
+    `unrolled.models.blocks.init_weights` initialises the weights, except those of the convolutions, which
+    have torch's initial values.
     """
 
     model_name = "transcriber"

@@ -130,7 +130,7 @@ class PatchEmbedding(Layer):
 class ViT(RecomputingModel):
     """Patches, positions, bidirectional blocks, and a linear output.
 
-    Weights start as in `unrolled.models.blocks.init_weights`, and the class token like an embedding.
+    `unrolled.models.blocks.init_weights` initialises the weights; the class token is drawn like an embedding.
     """
 
     model_name = "vit"

@@ -1,6 +1,6 @@
 """One file per recurrent cell or memory: the directory is the registry, and a file's name is the cell's.
 
-`Stacked` stacks layers of them, and `Bidirectional` runs one layer in each direction.
+`Stacked` stacks layers of any cells, and `Bidirectional` runs one layer in each direction.
 """
 
 from typing import Any

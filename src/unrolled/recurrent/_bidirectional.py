@@ -21,17 +21,18 @@ class Bidirectional(RecurrentLayer[BidirectionalState]):
 
         y_t = [left_to_right(x)_t; reversed(right_to_left(reversed(x)))_t]
 
-    Schuster and Paliwal 1997, "Bidirectional recurrent neural networks". With two layers of one cell and size
-    it equals torch's layer of that cell with `bidirectional=True`. Every output depends on later tokens, so
-    there is no state to continue from: it has `forward` and `read` only.
+    Schuster and Paliwal 1997, "Bidirectional recurrent neural networks". With two layers of one cell and
+    size, this equals torch's layer of that cell with `bidirectional=True`. Every output depends on later
+    tokens, so there is no state to continue from, and only `forward` and `read` can be called.
 
     Args:
         left_to_right: the layer that reads from the first token to the last, of any cell.
-        right_to_left: the one that reads from the last token to the first, of the same `input_size`.
+        right_to_left: the layer that reads from the last token to the first, of any cell with the same
+            `input_size`.
 
     Raises:
-        ValueError: one is not a recurrent layer, or the input sizes differ.
-        UnsupportedError: one is bidirectional itself.
+        ValueError: one of the two is not a recurrent layer, or their input sizes differ.
+        UnsupportedError: one of the two is bidirectional itself.
     """
 
     def __init__(self, left_to_right: RecurrentLayer[Any], right_to_left: RecurrentLayer[Any]):
@@ -64,7 +65,7 @@ class Bidirectional(RecurrentLayer[BidirectionalState]):
         return torch.cat([forth, back.flip(1)], -1)
 
     def read(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> tuple[Tensor, BidirectionalState]:
-        """Run as `forward`, and return also the last states of both layers.
+        """Run as `forward` does, and also return the last states of both layers.
 
         Args:
             x: `[B,T,input_size]`.

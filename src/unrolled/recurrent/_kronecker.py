@@ -18,7 +18,7 @@ def factor_sizes(size: int, factors: Sequence[int] | None) -> tuple[int, ...]:
     Primes have the smallest sum of squares, and so the fewest parameters.
 
     Raises:
-        ValueError: they do not multiply to `size`, or one is below 1.
+        ValueError: the factors do not multiply to `size`, or one is below 1.
     """
     if factors is None:
         return _primes(size)
@@ -62,8 +62,8 @@ def kron(a: Tensor, b: Tensor) -> Tensor:
 def matvec(factors: Sequence[Tensor], x: Tensor) -> Tensor:
     """U x for vectors `x [G,B,N]`, in time O(G B N sum_f n_f).
 
-    (A (x) B) vec(X) = vec(A X B^T), row by row. Each factor is contracted with the first axis, and the
-    result becomes the last axis, so that the last factor restores the order.
+    (A (x) B) vec(X) = vec(A X B^T), where vec reads X row by row. Each factor is contracted with the first
+    axis, and the result becomes the last axis, so that the order is restored after the last factor.
     """
     G, B, N = x.shape
     for W in factors:

@@ -23,11 +23,11 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
     """Runs a cell over a sequence: `[B,T,input_size]` to `[B,T,hidden_size]`.
 
     A cell derives from this class and defines `init_state` and `advance`, one step from projected inputs.
-    `project` computes what depends on the inputs alone, for all tokens at once: by default `input_proj`, a
-    linear layer of the cell. A cell whose steps run faster together overrides `scan`; one with a kernel from
-    inputs to outputs overrides `fused`, which is tried first if there is no padding. States and steps are
-    fp32 (fp64 for fp64 weights) for any type of the input. `torch.export` unrolls the loop over the steps, so
-    that a graph holds for one length.
+    `project` computes what depends on the inputs alone, for all tokens at once; by default it applies
+    `input_proj`, a linear layer of the cell. A cell whose steps run faster together overrides `scan`. A cell
+    with a kernel from inputs to outputs overrides `fused`, which is tried first if there is no padding.
+    States and steps are in fp32 (fp64 for fp64 weights) for any type of the input. `torch.export` unrolls the
+    loop over the steps, so an exported graph takes a single length.
 
     Args:
         input_size: width of the inputs.
@@ -68,7 +68,7 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
         return unroll(self.advance, inputs, state, padding)
 
     def fused(self, x: Tensor, state: State) -> tuple[Tensor, State] | None:
-        """Run `project` and `scan` without padding in one kernel; None where there is no kernel."""
+        """Run `project` and `scan` without padding in one kernel; return None where there is no kernel."""
         return None
 
     def forward(
@@ -85,7 +85,7 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
 
         Args:
             x: the sequences.
-            key: refused, since a recurrent layer reads one sequence; here for a signature as of attention.
+            key: refused, since a recurrent layer reads one sequence; the signature is that of attention.
             value: refused.
             key_padding_mask: `[B,T]`, True = padding, on any side.
             attn_mask: refused.
@@ -180,7 +180,7 @@ def unroll(
 
 
 def uniform(module: nn.Module, size: int) -> None:
-    """Draw every parameter of a module from +-1/sqrt(size), as torch's recurrent layers do."""
+    """Draw every parameter of a module uniformly in +-1/sqrt(size), as torch's recurrent layers do."""
     for parameter in module.parameters():
         nn.init.uniform_(parameter, -1 / math.sqrt(size), 1 / math.sqrt(size))
 

@@ -21,8 +21,8 @@ class Stacked(RecurrentLayer[StackedState]):
 
         y_0 = x        y_l = layer_l(dropout(y_(l-1))), without dropout for l = 1
 
-    With layers of one cell and size it equals torch's layer of that cell with `num_layers` and `dropout`. A
-    stack has the methods that all of its layers have: with a `Bidirectional` among them, only `forward`.
+    With layers of one cell and size, this equals torch's layer of that cell with `num_layers` and `dropout`.
+    Only methods that all layers support can be called: with a `Bidirectional` layer, only `forward`.
 
     Args:
         layers: at least one, of any cells; the `hidden_size` of each is the `input_size` of the next.
@@ -85,7 +85,7 @@ class Stacked(RecurrentLayer[StackedState]):
     def _states(self, state: StackedState) -> tuple[tuple[object, ...], ...]:
         """Check the number of states; each layer checks its own."""
         if self.supports.recurrence == "none":
-            self.init_state(0)  # which raises, and says why
+            self.init_state(0)  # raises, and says why
         n = len(self.layers)
         if not isinstance(state, StackedState) or len(state.layers) != n:
             kind = type(state).__name__

@@ -14,10 +14,10 @@ def run(
 ) -> tuple[Tensor, State] | None:
     """Run a kernel of `torch._VF` over `x [B,T,P]` from a state of tensors `[B,N]`.
 
-    None where it cannot be used: by a compiler, which traces the steps; under a transform of `torch.func` or
-    autocast, and for types or lengths, that the kernels do not support. On a CPU they have gradients of any
-    order; cuDNN's kernels have first ones only. The steps, which run if there is a `key_padding_mask`, have
-    gradients of any order on any device.
+    Return None where the kernel cannot be used: under a compiler, which traces the steps instead, and for
+    what the kernels do not support, which is transforms of `torch.func`, autocast, and some types and
+    lengths. On a CPU, the kernels have gradients of any order; those of cuDNN have first-order gradients
+    only. The steps, which run if there is a `key_padding_mask`, have gradients of any order on any device.
 
     Args:
         kernel: one of `rnn_tanh`, `gru` and `lstm`.

@@ -6,8 +6,8 @@ r"""The gated recurrent unit as it was published: the reset gate acts before the
     h_t = (1 - z_t) * h_{t-1} + z_t * n_t
 
 Cho et al. 2014, arXiv 1406.1078v3, eq. 5-8, with the update gate of Bahdanau et al. 2014, arXiv 1409.0473,
-appendix A.1.1: z_t admits the new state. (In the former and in `torch.nn.GRU` it keeps the old one; negating
-the weights of z converts one into the other.)
+appendix A.1.1: z_t admits the new state. (In Cho et al. and in `torch.nn.GRU`, z_t keeps the old state;
+negating the weights of z converts one form into the other.)
 
 Cost, N = hidden_size and P = input_size: time O(T N (N+P)), sequentially, with two products per step;
 3 (N^2 + N P + N) parameters; per generated token time O(N (N+P)), state O(N).

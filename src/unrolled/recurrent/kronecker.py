@@ -2,18 +2,18 @@ r"""Kronecker recurrent units: a complex state and a recurrent matrix that is a 
 
     h_t = phi(U h_{t-1} + V x_t + b)        U = W_0 (x) ... (x) W_{F-1}        phi(z) = tanh(|z|) z / |z|
 
-The N = hidden_size / 2 units are complex, and so are U, V and b: the real orthogonal matrices form two
-components that no path joins (determinant 1 and -1), the unitary ones a single one. phi keeps the phase, is
-bounded, and is tanh for real numbers. The factors start unitary, and so does U; `unitary_penalty` keeps them
-close.
+The N = hidden_size / 2 units are complex, and so are U, V and b. The reason is that real orthogonal matrices
+form two components that no path joins (determinant 1 and -1), and unitary matrices a single one. phi keeps
+the phase, is bounded, and is tanh for real numbers. The factors are initially unitary, and so is U;
+`unitary_penalty` keeps them close to unitary.
 
 Jose et al. 2017, "Kronecker Recurrent Units", arXiv 1705.10142.
 
 Cost, with factors n_f x n_f: time O(T N sum_f n_f) for U, and O(T N P) for V x_t, sequentially;
 2 sum_f n_f^2 real parameters in U, which is 8 log2 N for factors of 2 and 2 N^2 for one factor. Per generated
 token time O(N (sum_f n_f + P)), state 2 N numbers: the parameters no longer grow with the state.
-Cannot: run in parallel over the sequence, but for V x_t; run in half precision, which has no complex numbers
-(U, and the state, are fp32 then).
+Cannot: run in parallel over the sequence, except for V x_t; run in half precision, which has no complex
+numbers (U and the state are then fp32).
 Equals softmax attention: never. With one factor and nothing imaginary it is `torch.nn.RNN`.
 """
 
@@ -29,7 +29,7 @@ from unrolled.recurrent._layer import RecurrentLayer, uniform, unroll
 
 
 class KroneckerState(NamedTuple):
-    """The last output, `h [B,hidden_size]`: first the real parts of all units, then the imaginary ones."""
+    """The last output, `h [B,hidden_size]`: first the real parts of all units, then the imaginary parts."""
 
     h: Tensor
 
@@ -46,7 +46,7 @@ class KroneckerRNN(RecurrentLayer[KroneckerState]):
         factors: the sizes n_f, whose product is N; by default the primes of N, the largest first.
 
     Raises:
-        ValueError: an odd `hidden_size`, or factors that do not multiply to its half.
+        ValueError: an odd `hidden_size`, or factors that do not multiply to half of it.
     """
 
     def __init__(self, input_size: int, hidden_size: int, *, factors: Sequence[int] | None = None):
@@ -106,7 +106,7 @@ def _advance(factors: list[Tensor], inputs: Tensor, state: KroneckerState) -> tu
 def _unitary(n: int) -> Tensor:
     """Draw a unitary matrix uniformly: the Q of a complex Gaussian, with the phases of R's diagonal.
 
-    Computed in fp64, so that the only error of the fp32 result is its rounding.
+    The computation is in fp64, so that the only error of the fp32 result is its rounding.
     """
     Q, R = torch.linalg.qr(torch.randn(n, n, dtype=torch.complex64).to(torch.complex128))
     unitary: Tensor = Q * R.diagonal().sgn()

@@ -3,7 +3,7 @@ r"""A whole Transformer layer as a recurrent cell: linear attention and the feed
     s_t = s_{t-1} + phi(k_t) v_t^T        z_t = z_{t-1} + phi(k_t)        q_t, k_t, v_t = W x_t + b
     y_t = f_l(phi(q_t)^T s_t / phi(q_t)^T z_t + x_t)                      phi(x) = elu(x) + 1
 
-per head; the heads are projected before x_t is added. f_l is the rest of a post-norm Transformer layer:
+for each head; the heads are projected before x_t is added. f_l is the rest of a post-norm Transformer layer:
 u = norm(.), then norm(u + W_2 relu(W_1 u)).
 
 Katharopoulos et al. 2020, "Transformers are RNNs", arXiv 2006.16236, eq. 16-20, with several heads; Vaswani
@@ -40,7 +40,7 @@ class LinearAttentionCell(RecurrentLayer[LinearAttentionState]):
     Args:
         input_size: width of the inputs.
         hidden_size: width of the outputs, which must be the same.
-        n_heads: number of heads, a divisor of it.
+        n_heads: number of heads, a divisor of `hidden_size`.
         d_ff: width of the feed-forward part; by default 4 hidden_size.
 
     Raises:
@@ -99,7 +99,7 @@ class LinearAttentionCell(RecurrentLayer[LinearAttentionState]):
         return q, k, v, x
 
     def _rest(self, o: Tensor, x: Tensor) -> Tensor:
-        """Return f_l of the concatenated heads, projected, plus x."""
+        """Project the concatenated heads `o`, add `x`, and apply f_l."""
         u = _norm(self.attention_norm, x + _linear(self.out_proj, o.flatten(-2)))
         return _norm(self.ff_norm, u + _linear(self.down, _linear(self.up, u).relu()))
 

@@ -26,7 +26,7 @@ from unrolled.recurrent._torch import run
 class LSTM(LSTMLayer):
     """A layer of long short-term memory; the arguments are those of `RecurrentLayer`.
 
-    All weights start uniform in +-1/sqrt(hidden_size), as torch's.
+    All weights are initialised uniformly in +-1/sqrt(hidden_size), as in torch.
     """
 
     def __init__(self, input_size: int, hidden_size: int):

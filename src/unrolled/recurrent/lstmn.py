@@ -6,8 +6,8 @@ r"""LSTMN: an LSTM that keeps all past states on a tape, and attends to them in 
     c_t = f c~_t + i g        h_t = o tanh(c_t)
 
 The tape starts with a pair of zeros, h_0 and c_0, which stays on it. Cheng, Dong and Lapata 2016, "Long
-Short-Term Memory-Networks for Machine Reading", arXiv 1601.06733, eq. 4-9. The code of the paper leaves
-W_a h~ out in its encoder: this is `attended_proj` at zero.
+Short-Term Memory-Networks for Machine Reading", arXiv 1601.06733, eq. 4-9. The encoder in the code of the
+paper leaves out W_a h~; here, `attended_proj` = 0 has that effect.
 
 Shallow fusion with another sequence (section 4) is ordinary attention outside this layer; deep fusion is
 `DeepFusionLSTMN`.
@@ -32,7 +32,7 @@ from unrolled.recurrent._layer import RecurrentLayer, uniform
 
 
 class LSTMNState(NamedTuple):
-    """The tape of S entries, the oldest first, and the last result of reading it.
+    """The tape of S entries, the oldest first, and what the last step read from the tape.
 
     `tape [B,S,2N]` of [h_i; c_i]; `keys [B,S,A]`, W_h h_i; `filled [B,S]`, False where an entry is empty, as
     at padding; `attended [B,N]`, h~.
@@ -69,7 +69,8 @@ class LSTMN(RecurrentLayer[LSTMNState]):
         input_size: width of the inputs.
         hidden_size: width of the outputs.
         score_size: width A of the layer that scores; `hidden_size` by default.
-        tape_length: number of latest entries that are kept, the initial zeros included; all by default.
+        tape_length: number of latest entries that are kept, where the initial zeros count as one; by default
+            all are kept.
 
     Raises:
         ValueError: a size below 1.
@@ -112,13 +113,13 @@ class LSTMN(RecurrentLayer[LSTMNState]):
         return LSTMNState(zeros.new_zeros(B, S, 2 * N), zeros.new_zeros(B, S, self.score_size), filled, zeros)
 
     def advance(self, inputs: Tensor, state: LSTMNState) -> tuple[Tensor, LSTMNState]:
-        """Run one step, and append to the tape; a full one loses its oldest entry."""
+        """Run one step, and append to the tape; a full tape loses its oldest entry."""
         return self._append(state, *self._turn(inputs, state, 0.0))
 
     def scan(self, inputs: Tensor, state: LSTMNState, padding: Tensor | None) -> tuple[Tensor, LSTMNState]:
-        """Run all steps. The growing tape is allocated once, unless autograd has to keep every length of it.
+        """Run all steps. A growing tape is allocated once, unless autograd has to keep that of every step.
 
-        A step at padding takes an entry of the tape, which is never read.
+        A step at padding uses an entry of the tape, but this entry is never read.
         """
         B, T = inputs.shape[:2]
         if self.tape_length is not None or T == 0:
@@ -154,7 +155,7 @@ class LSTMN(RecurrentLayer[LSTMNState]):
     def _turn(
         self, inputs: Tensor, state: LSTMNState, besides: Tensor | float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Read the tape and go one step: h, the entry [h; c] `[B,1,2N]` and its key, and h~.
+        """Read the tape and run one step: return h, the entry [h; c] `[B,1,2N]`, its key, and h~.
 
         `besides [B,N]` is added to the cell state.
         """
@@ -172,10 +173,10 @@ class LSTMN(RecurrentLayer[LSTMNState]):
 
 
 class DeepFusionState(NamedTuple):
-    """The tape of the reader, and the tapes that it reads.
+    """The reader's own tape, and the tapes of the encoder.
 
-    `own`; `source [B,S,2N]` of [gamma_j; alpha_j]; `keys [B,S,A]`; `filled [B,S]`, False at padding; `read
-    [B,N]`, gamma~.
+    `own`, the state of the `LSTMN`; `source [B,S,2N]` of [gamma_j; alpha_j] and its `keys [B,S,A]`;
+    `filled [B,S]`, False at padding; `read [B,N]`, gamma~.
     """
 
     own: LSTMNState
@@ -186,7 +187,7 @@ class DeepFusionState(NamedTuple):
 
 
 def tapes(state: LSTMNState) -> tuple[Tensor, Tensor, Tensor]:
-    """Split an encoder's state: hidden and memory `[B,S,N]`, and where they are empty `[B,S]` (True)."""
+    """Split an encoder's state: hidden and memory `[B,S,N]`, and a mask `[B,S]`, True at empty entries."""
     hidden, memory = state.tape.chunk(2, -1)
     return hidden, memory, ~state.filled
 
@@ -194,13 +195,13 @@ def tapes(state: LSTMNState) -> tuple[Tensor, Tensor, Tensor]:
 class DeepFusionLSTMN(nn.Module):
     r"""An LSTMN that also attends to the tapes of an encoder, and adds the result to its cell state.
 
-        p_j over gamma_j as s_i over h_i, with its own weights, from x_t and gamma~_{t-1}
+        p_j from gamma_j, x_t and gamma~_{t-1}, as s_i from h_i, x_t and h~_{t-1}, but with other weights
         [gamma~_t; alpha~_t] = sum_j p_j [gamma_j; alpha_j]
         r_t = sigma(W_r [gamma~_t; x_t])        c_t = r_t alpha~_t + f c~_t + i g
 
-    Cheng, Dong and Lapata 2016, arXiv 1601.06733, section 4, "deep attention fusion". The tapes are hidden
-    states and cell memories of any LSTM that is `hidden_size` wide. A row whose source is all padding reads
-    zeros.
+    Cheng, Dong and Lapata 2016, arXiv 1601.06733, section 4, "deep attention fusion". The tapes hold the
+    hidden states gamma and the memory cells alpha of any LSTM that is `hidden_size` wide. A row whose source
+    is all padding reads zeros.
 
     Args:
         input_size, hidden_size, score_size, tape_length: see `LSTMN`.
@@ -225,7 +226,7 @@ class DeepFusionLSTMN(nn.Module):
         """Make the state for the tapes `hidden` and `memory [B,S,N]`; padding (`[B,S]`, True) is masked.
 
         Raises:
-            ValueError: the tapes are empty, or not of one shape and N wide.
+            ValueError: the tapes are empty, not N wide, or differ in shape.
         """
         if hidden.dim() != 3 or hidden.shape != memory.shape or hidden.shape[-1] != self.cell.hidden_size:
             raise ValueError(
@@ -249,7 +250,7 @@ class DeepFusionLSTMN(nn.Module):
         """Run one token `x_t [B,input_size]`: h `[B,N]`, the weights p `[B,S]`, and the new state.
 
         Raises:
-            ValueError: `x_t` is of another shape or type, or not of the rows of the state.
+            ValueError: `x_t` has another shape or type, or another number of rows than the state.
         """
         self.cell._check_input("x_t", x_t, 2)
         check_state(self, state, len(x_t), self.recurrent, self._empty_state)

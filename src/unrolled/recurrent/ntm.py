@@ -9,17 +9,18 @@ r"""Neural Turing Machine: a controller that reads and writes a memory of N rows
     write           M_t = M_{t-1} * prod_h (1 - w_t e^T) + sum_h w_t a^T      all erases, then all adds
     output          y_t = W_y [c_t; r_t] + b_y
 
-Each head has its own k, beta >= 0, 0 < g < 1, s (a softmax) and gamma >= 1, and a write head its own e (a
-sigmoid) and a, all from a linear layer on c_t. Graves, Wayne and Danihelka 2014, "Neural Turing Machines",
-arXiv 1410.5401, eq. 2-9. The paper leaves the order within a step open: here all heads address and read the
-memory before it is written. The memory is initialised to the constant 1e-6, which trains more reliably than
-random or learned contents (Collier and Beel 2018, arXiv 1807.08518); every head starts at row 0, and r_0 = 0.
+Each head has its own k, beta >= 0, 0 < g < 1, s (a softmax) and gamma >= 1, and each write head also has its
+own e (a sigmoid) and a. A linear layer computes all of these from c_t. Graves, Wayne and Danihelka 2014,
+"Neural Turing Machines", arXiv 1410.5401, eq. 2-9. The paper leaves the order within a step open: here all
+heads address and read the memory before it is written. The memory is initialised to the constant 1e-6, which
+trains more reliably than random or learned contents (Collier and Beel 2018, arXiv 1807.08518); every head
+starts at row 0, and r_0 = 0.
 
 No input can cause an overflow: beta and gamma are bounded, a is a tanh, norms have an epsilon inside their
 roots, and powers are computed as softmax(gamma log w).
 
 Cost, C = controller_size, H heads, memory N rows of W: time O(T (C (C + H W) + H N W)), sequentially; the
-number of parameters does not depend on N; per generated token, a T-th of that and a state of
+number of parameters does not depend on N; per generated token, time O(C (C + H W) + H N W) and a state of
 O(N W + H N + C).
 Cannot: run in parallel over the sequence.
 Equals softmax attention: a head with g = 1, s = delta_0 and gamma = 1 is softmax attention over the rows,
@@ -51,7 +52,8 @@ class NTMState(NamedTuple):
     """Memory and heads; the size never changes.
 
     `memory [B,N,W]`; `weights [B,heads,N]` of the read heads, then of the write heads; `reads
-    [B,read_heads,W]`; `controller`, empty for a feed-forward one, h and c `[B,controller_size]` for an LSTM.
+    [B,read_heads,W]`; `controller`, the state of the controller: empty if it is feed-forward, h and c
+    `[B,controller_size]` if it is an LSTM.
     """
 
     memory: Tensor
@@ -197,7 +199,7 @@ class NTM(RecurrentLayer[NTMState]):
         return self._output(both), state
 
     def scan(self, inputs: Tensor, state: NTMState, padding: Tensor | None) -> tuple[Tensor, NTMState]:
-        """Run all steps, then compute the outputs of all in one product."""
+        """Run all steps, then compute all outputs in one product."""
         both = []
         for t, now in enumerate(inputs.unbind(1)):
             both_t, after = self._turn(now, state)

@@ -7,10 +7,11 @@
     check_cell("lstm")                               # a recurrent layer, held to the same contract
     check_alignment("bahdanau")                      # attention of a recurrent decoder to its source
 
-A mechanism is an `nn.Module` with `forward`, a class attribute `supports`, and, where that claims a
-recurrence, `init_state`, `prefill` and `step` (see `unrolled.contract`). Each claim is checked, and so is the
-refusal of what is not claimed. A failing check raises AssertionError with one sentence: what was done, what
-differed, and by how much. Each check is a function `check(make, supports)` and can be run alone:
+A mechanism is an `nn.Module` with `forward`, a class attribute `supports` and, if `supports` claims a
+recurrence, `init_state`, `prefill` and `step` (see `unrolled.contract`). The checks test each claim, and
+that features which are not claimed raise an error. A failing check raises AssertionError with one sentence:
+what was done, what differed, and by how much. Each check is a function `check(make, supports)` and can be run
+alone:
 
     check_padding(Maker(MyAttention, {"my_option": 3}), MyAttention.supports)
 
@@ -185,12 +186,12 @@ def check_mechanism(name_or_class: str | type[nn.Module], **options: Any) -> lis
 
 
 def check_cell(name_or_class: str | type[nn.Module], **options: Any) -> list[str]:
-    """Run all checks that the claims of a recurrent layer require, as for a mechanism with these claims.
+    """Run all checks that the claims of a recurrent layer require, as `check_mechanism` does.
 
     Args:
         name_or_class: a name in `unrolled.recurrent`, or any class that follows `RecurrentLayer`.
-        options: passed to its constructor after `input_size` and `hidden_size`, both `d_model` (16), which
-            may be given too.
+        options: passed to its constructor after `input_size` and `hidden_size`. Both sizes are `d_model`, 16
+            by default, which may be among the options.
 
     Returns:
         The names of the checks that ran; all of them passed.

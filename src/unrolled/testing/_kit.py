@@ -21,9 +21,9 @@ Plan = Sequence[tuple[str, int]]
 class Maker:
     """Builds the mechanism under test; equal arguments build equal modules.
 
-    Noise is added to every initial parameter, so that a bias or a gate that starts at zero cannot hide a
-    mistake. The global generators keep their state. In fp64, mistakes stand out from rounding; kernels
-    without fp64 are checked with `dtype=torch.float32`.
+    Noise is added to every initial parameter, so that a bias or a gate that is initially zero cannot hide a
+    mistake. The global random generators keep their state. Modules are in fp64, where mistakes stand out from
+    rounding; kernels without fp64 are checked with `dtype=torch.float32`.
     """
 
     mechanism: type[nn.Module]
@@ -35,7 +35,7 @@ class Maker:
     def __call__(
         self, *, causal: bool, dtype: torch.dtype | None = None, seed: int = 0, **overrides: Any
     ) -> Any:
-        """Construct the mechanism in evaluation mode; `overrides` win over the options under test."""
+        """Construct the mechanism in evaluation mode; `overrides` replace the options under test."""
         options = {"d_model": self.d_model, "n_heads": self.n_heads, **self.options, **overrides}
         return noisy(lambda: self.mechanism(causal=causal, **options), dtype or self.dtype, seed)
 
@@ -70,7 +70,7 @@ class Maker:
 
 @dataclass(frozen=True)
 class CellMaker(Maker):
-    """Builds a recurrent layer with inputs and outputs `d_model` wide. Its direction is not an option."""
+    """Builds a recurrent layer with inputs and outputs `d_model` wide; its direction cannot be chosen."""
 
     def __call__(
         self, *, causal: bool, dtype: torch.dtype | None = None, seed: int = 0, **overrides: Any
@@ -86,7 +86,7 @@ class CellMaker(Maker):
 
 
 def noisy(construct: Callable[[], nn.Module], dtype: torch.dtype, seed: int) -> nn.Module:
-    """Make a module under this seed, with noise on every parameter, in evaluation mode."""
+    """Make a module with this seed, with noise on every parameter, in evaluation mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = construct()
@@ -118,7 +118,7 @@ P = ParamSpec("P")
 
 
 def run_all(checks: Iterable[Callable[P, None]], kind: type, *args: P.args, **kwargs: P.kwargs) -> list[str]:
-    """Run each check with these arguments and return their names; a note on exceptions names the check."""
+    """Run each check with these arguments; return their names. Exceptions get a note that names the check."""
     ran = []
     for check in checks:
         try:
@@ -160,7 +160,7 @@ def exported(module: nn.Module, inputs: tuple[Tensor, ...], lengths: tuple[dict[
 
 
 def compiled(function: Any) -> Any:
-    """Compile by aot_eager, which traces all that can break a graph, the backward included, without code."""
+    """Compile by aot_eager: it traces forward and backward, which finds graph breaks, but emits no code."""
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
@@ -184,7 +184,7 @@ Compared = Tensor | Mapping[str, Tensor]
 
 
 def assert_same(module: nn.Module, found: Tensor, expected: Tensor, what: str, **inputs: Tensor) -> None:
-    """Fail unless two outputs are close, and so are the gradients that they give `inputs` and parameters."""
+    """Fail unless two outputs are close, and also their gradients of `inputs` and parameters."""
     assert_close(with_gradients(module, found, **inputs), with_gradients(module, expected, **inputs), what)
 
 
@@ -241,8 +241,8 @@ def assert_raises(kind: type[Exception], what: str, target: Any, verb: str, *arg
 def claimed_variants(make: Maker, causal: bool) -> Iterator[tuple[str, Any]]:
     """Yield the mechanism with its own options, then with each common option that it does not refuse.
 
-    Fewer key/value heads, other widths and rotary positions are not in `Supports`, so a mechanism may refuse
-    them, or these sizes of them; what it accepts must work in every form.
+    Fewer key/value heads, other widths and rotary positions are not claims of `Supports`, so a mechanism may
+    refuse these options, or these values of them. Every option that it accepts must work in every form.
     """
     yield "default", make(causal=causal)
     for options in _common_options(make):
@@ -251,7 +251,7 @@ def claimed_variants(make: Maker, causal: bool) -> Iterator[tuple[str, Any]]:
 
 
 def claimed_together(make: Maker, causal: bool) -> tuple[str, Any] | None:
-    """Return the mechanism with all common options at once that it does not refuse, or None without any."""
+    """Return the mechanism with all common options that it accepts together, or None if it accepts none."""
     together: dict[str, Any] = {}
     for options in _common_options(make):
         if _accepted(make, causal, together | options) is not None:
@@ -291,5 +291,5 @@ def _index_of_worst(error: Tensor) -> tuple[int, ...]:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """Return the bytes: unused slots of a state may hold NaN, and NaN is not equal to itself."""
+    """Return the bytes, since unused slots of a state may hold NaN, which is not equal to itself."""
     return x.detach().contiguous().reshape(-1).view(torch.uint8)

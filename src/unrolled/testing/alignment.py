@@ -1,4 +1,4 @@
-"""The contract of an alignment: one function in two forms, padding masked, states as values."""
+"""The contract of an alignment: two forms give the same results, padding is masked, states are values."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -44,7 +44,7 @@ class AlignmentMaker:
     dtype: torch.dtype = torch.float64
 
     def __call__(self, *, dtype: torch.dtype | None = None, seed: int = 0) -> Any:
-        """Construct it in evaluation mode."""
+        """Construct the attention in evaluation mode."""
         sizes = (self.query_dim, self.memory_dim)
         return noisy(lambda: self.mechanism(*sizes, **self.options), dtype or self.dtype, seed)
 
@@ -95,7 +95,7 @@ def paddings() -> dict[str, Tensor]:
 
 
 def check_verbs_agree(make: AlignmentMaker) -> None:
-    """forward == recall, of all queries and one by one, with all gradients, with and without padding."""
+    """`forward` equals `recall` of all queries at once or in parts, gradients and padding included."""
     module = make()
     for where, mask in {"no": None, **paddings()}.items():
         query, memory = make.inputs()
@@ -164,7 +164,7 @@ def check_nothing_to_read(make: AlignmentMaker) -> None:
 
 
 def check_rows_are_independent(make: AlignmentMaker) -> None:
-    """The result of a row does not depend on other rows, and that of a query not on later queries."""
+    """The result of a row does not depend on other rows, nor the result of a query on later queries."""
     module = make()
     query, memory = make.inputs()
     expected, _ = ask(module, query, module.read(memory), (T,))

@@ -1,4 +1,4 @@
-"""One function in several forms: outputs and gradients do not depend on how a sequence is split."""
+"""All forms compute one function: outputs and gradients do not depend on how a sequence is split."""
 
 import torch
 
@@ -22,7 +22,7 @@ LONG = 133
 
 
 def check_forms_agree(make: Maker, supports: Supports) -> None:
-    """forward == prefill == prefill and steps == steps == prefill in parts, in outputs and all gradients."""
+    """`forward` equals any mix of `prefill` and `step`, in outputs and all gradients."""
     mixed: Plan = [("step", 2), ("prefill", 3), ("step", 1), ("prefill", 1)]
     resumed: Plan = [("prefill", 64), ("prefill", LONG - 64)]
     common = [[("prefill", 7)], mixed, resumed]
@@ -51,7 +51,7 @@ def check_forms_agree(make: Maker, supports: Supports) -> None:
 
 
 def check_gradients_through_state(make: Maker, supports: Supports) -> None:
-    """Gradients flow through a carried state to earlier tokens; a detached state stops exactly those."""
+    """Gradients flow through a carried state to earlier tokens; detaching the state stops only these."""
     module = make(causal=True)
     for first, rest in ((4, 3), (70, LONG - 70)):
         x = make.input(2, first + rest)
@@ -84,7 +84,7 @@ def check_head_shapes(make: Maker, supports: Supports) -> None:
 
 
 def check_short_and_empty(make: Maker, supports: Supports) -> None:
-    """Length 0, length 1, odd lengths and batch 0 work in every verb, with gradients."""
+    """Length 0, length 1, odd lengths and batch 0 work in every method, with gradients."""
     for causal, module in make.each_direction(supports):
         for batch, length in ((2, 0), (2, 1), (1, 3), (2, 65), (0, 4), (0, 0)):
             what = f"causal={causal}, input [{batch}, {length}, {make.d_model}]"
@@ -108,7 +108,7 @@ def check_short_and_empty(make: Maker, supports: Supports) -> None:
 
 
 def _require_reached(y: torch.Tensor, x: torch.Tensor, what: str) -> None:
-    """Fail where the output is not connected to the input in the graph: `backward` would then raise."""
+    """Fail if the output is not connected to the input in the graph, since `backward` would then raise."""
     gradient = None
     if y.requires_grad:
         (gradient,) = torch.autograd.grad(y.sum(), x, allow_unused=True, retain_graph=True)

@@ -50,7 +50,7 @@ def check_prefix_invariance(make: Maker, supports: Supports) -> None:
 
 
 def check_batch_independence(make: Maker, supports: Supports) -> None:
-    """A row gives the same alone and in a batch, and other rows do not change one bit of it."""
+    """A row gives the same result alone and in a batch, and other rows do not change a bit of the result."""
     x = make.input(3, 9, grad=False)
     other = x.clone()
     other[1:] = LARGE * make.input(2, 9, seed=1, grad=False)
@@ -69,7 +69,7 @@ def check_batch_independence(make: Maker, supports: Supports) -> None:
 
 
 def check_packing(make: Maker, supports: Supports) -> None:
-    """Packed sequences, also of lengths 1 and 0, give the same as separate runs and do not interact."""
+    """Packed sequences, also of lengths 1 and 0, give the results of separate runs, and do not interact."""
     lengths = [5, 1, 0, 70, 2, 0]
     total = sum(lengths)
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
@@ -94,7 +94,7 @@ def check_packing(make: Maker, supports: Supports) -> None:
 
 
 def _check_padded_pack(module: Any, x: Tensor, cu_seqlens: Tensor, what: str) -> None:
-    """A pack with padding is refused, or gives the same as without the padded tokens."""
+    """A pack with padding is refused, or gives the same results as without the padded tokens."""
     padding = torch.zeros(x.shape[:2], dtype=torch.bool)
     padding[0, [1, 7, 30]] = True
     try:

@@ -77,7 +77,7 @@ def check_attn_mask(make: Maker, supports: Supports) -> None:
 
 
 def check_nothing_to_attend(make: Maker, supports: Supports) -> None:
-    """A query without a single key gives a constant with zero gradient, never NaN, and affects no other."""
+    """A query without any key gives a constant with zero gradient, never NaN, and affects no other query."""
     for causal, module in make.each_direction(supports):
         query, memory = make.input(2, 4), make.input(2, 4, seed=1)
         other_query, other_memory = make.input(2, 4, seed=2), make.input(2, 4, seed=3)
@@ -103,7 +103,7 @@ Starved = tuple[str, Callable[[Tensor, Tensor], Tensor], Any]
 
 
 def _starved(module: Any, supports: Supports, causal: bool) -> Iterator[Starved]:
-    """Yield each claimed way to leave queries without keys: a name, the call, the index of these queries."""
+    """Yield each claimed way to leave queries without keys: its name, the call, and the queries' index."""
     everything = (slice(None), slice(None))
     if supports.cross:
         yield "no keys at all", lambda q, m: module(q, m[:, :0]), everything

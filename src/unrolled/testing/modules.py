@@ -40,7 +40,7 @@ def check_deterministic(make: Maker, supports: Supports) -> None:
 
 
 def check_global_randomness(make: Maker, supports: Supports) -> None:
-    """No verb touches the global generators of torch, numpy and Python."""
+    """No method uses the global random generators of torch, numpy and Python."""
     x = make.input(2, 9, grad=False)
     for causal, module in make.each_direction(supports):
         before = _generators()
@@ -90,10 +90,10 @@ def check_copies(make: Maker, supports: Supports) -> None:
 
 
 def check_compiles(make: Maker, supports: Supports) -> None:
-    """`torch.compile(fullgraph=True)` compiles every verb without a graph break, and gives the same values.
+    """`torch.compile(fullgraph=True)` compiles every method without a graph break; values are the same.
 
-    Each compilation takes about a second. So with options other than its defaults, `forward` is compiled in
-    one direction only and without padding.
+    Each compilation takes about a second. So with options other than the mechanism's defaults, `forward` is
+    compiled in one direction only and without padding.
     """
     x = make.input(2, 5)
     masks: list[dict[str, Tensor]] = [{}]
@@ -126,9 +126,10 @@ def check_dynamic_length(make: Maker, supports: Supports) -> None:
 
     With default options, the lengths are 8 to 1,000, longer than any default block, chunk or window, since
     short and long inputs often take different paths. With other options, which may limit the length, they are
-    8 to 64. Head shapes and rotary positions are the same code in both directions, so they are tried in one,
-    and each export takes long, so one module has all of them that the mechanism accepts together.
-    A mechanism without the claim must fail with its default options; otherwise it should make the claim.
+    8 to 64. Head shapes and rotary positions are the same code in both directions, so they are tried in one
+    direction only. Each export takes long, so they are tried in one module, with all of these options that
+    the mechanism accepts together. A mechanism without the claim must fail with its default options;
+    otherwise it should make the claim.
     """
     if make.options and not supports.dynamic_length:
         return

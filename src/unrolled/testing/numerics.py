@@ -19,7 +19,7 @@ LENGTH = 320
 
 
 def check_dtypes(make: Maker, supports: Supports) -> None:
-    """The output has the type of the input, in every verb."""
+    """The output has the type of the input, in every method."""
     for dtype in (torch.float64, torch.float32, *HALF):
         x = make.input(2, 5, dtype=dtype)
         for causal, module in replace(make, dtype=dtype).each_direction(supports):
@@ -35,13 +35,14 @@ def check_dtypes(make: Maker, supports: Supports) -> None:
 def check_half_precision(make: Maker, supports: Supports) -> None:
     """bf16, fp16 and autocast: finite outputs and gradients, and an error that rounding explains.
 
-    The allowed error is measured, as the effect of rounding inputs and weights on the exact function: the
+    The allowed error is measured: it is the effect of rounded inputs and weights on the exact function. The
     fp64 mechanism runs with every input and weight perturbed by the unit of rounding, up or down at random.
-    At every position, the error of half precision may be twice that change (root mean square over rows and
-    features): once for rounded inputs and weights, once for rounding within the computation.
+    At every position, the error in half precision may be twice the change that this causes (root mean square
+    over rows and features): once for rounded inputs and weights, once for rounding within the computation.
 
     A mechanism that selects keys is discontinuous where two choices are nearly equal, and a few perturbations
-    may miss that. So where the error is larger, more perturbations are tried, and the largest change counts.
+    may miss such a point. So where the error is larger than allowed, more perturbations are tried, and the
+    largest change counts.
     """
     for dtype in HALF:
         for causal, module in replace(make, dtype=dtype).each_direction(supports):

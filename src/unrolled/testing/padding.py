@@ -63,7 +63,7 @@ def check_padding_content(make: Maker, supports: Supports) -> None:
             else:
                 continue
             verbs = {"forward": _forward}
-            if supports.cross and variant != "rotary=True":  # which has no positions in another sequence
+            if supports.cross and variant != "rotary=True":  # rotary positions exclude cross-attention
                 verbs |= {"forward(other, x)": _cross, "forward(other, other, x)": _read_values}
             if causal and recurrent(supports):
                 verbs["prefill(4) + prefill(3) + step"] = _continue

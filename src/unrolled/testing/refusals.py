@@ -1,4 +1,4 @@
-"""What a mechanism cannot do it refuses, and what is wrong it names: nothing is ignored silently."""
+"""Unsupported and invalid arguments raise errors that say what is wrong; none is ignored silently."""
 
 from collections import namedtuple
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def check_refuses_unclaimed(make: Maker, supports: Supports) -> None:
 
 
 def check_rejects_wrong_input(make: Maker, supports: Supports) -> None:
-    """Arguments of a wrong shape or type raise ValueError, in every verb."""
+    """Arguments of a wrong shape or type raise ValueError, in every method."""
     for causal in directions(supports):
         _check_forward_rejects(make, supports, causal)
         for variant, _ in claimed_variants(make, causal):
@@ -82,7 +82,7 @@ def _check_forward_rejects(make: Maker, supports: Supports, causal: bool) -> Non
             rejected(f"key_padding_mask {wrong}", x, key_padding_mask=mask)
     if supports.attn_mask:
         for wrong, mask in wrong_masks(5, 5):
-            if not mask.is_floating_point():  # which may mean numbers to add to the scores
+            if not mask.is_floating_point():  # a floating-point mask may be added to the scores
                 rejected(f"attn_mask {wrong}", x, attn_mask=mask)
     if supports.packing:
         right = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -117,7 +117,7 @@ def _check_recurrence_rejects(make: Maker, supports: Supports) -> None:
 
 
 def wrong_masks(rows: int, columns: int) -> list[tuple[str, Tensor]]:
-    """List what is wrong with a mask in place of a boolean `[rows,columns]`, and the mask."""
+    """List masks that are invalid in place of a boolean `[rows,columns]`, each with what is wrong."""
     return [
         ("of a wrong shape", torch.ones(rows, columns + 1, dtype=torch.bool)),
         ("of type float", torch.ones(rows, columns)),
@@ -128,8 +128,9 @@ def wrong_masks(rows: int, columns: int) -> list[tuple[str, Tensor]]:
 def check_rejects_other_states(make: Maker, supports: Supports) -> None:
     """Anything but a state of this layer raises ValueError, in `prefill` and `step`.
 
-    That is None, a list or another tuple, and in any place of it no tensor, or one of another type, device,
-    number of axes, size or number of rows.
+    The check tries None, a list and another tuple in place of the state. In place of each tensor of the
+    state, it tries something that is not a tensor, and tensors of another type, device, number of axes, size
+    or number of rows.
     """
     module = make(causal=True)
     x = make.input(2, 3, grad=False)

@@ -1,4 +1,4 @@
-"""A sequence that several ranks share gives what one process gives; the ranks are threads of this process."""
+"""Ranks that share a sequence give the results of a single process; here, ranks are threads of a process."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +31,7 @@ Results = dict[str, Tensor]
 
 
 def check_sequence(make: Maker, supports: Supports) -> None:
-    """Slices on two ranks give the outputs, states and gradients of the sequence, or are refused."""
+    """Slices on two ranks give the outputs, states and gradients of the whole sequence, or are refused."""
     x = make.input(2, SLICE, grad=False)
     shared = "where two ranks share the sequence"
     for causal, module in make.each_direction(supports):
@@ -68,7 +68,7 @@ def check_sequence(make: Maker, supports: Supports) -> None:
 
 
 def run_slices(module: Any, x: Tensor, padding: Tensor | None, rank: int = 0, size: int = 1) -> Results:
-    """Run one rank, on its slices of `x [B,L,d_model]` and of the two halves of `x`, one after the other.
+    """Run one rank on its slice of `x [B,L,d_model]`, and then on its slices of the two halves of `x`.
 
     Returns:
         the outputs of `forward` and of the two calls of `prefill`, the state after them, and the gradients of
@@ -141,11 +141,11 @@ class Meeting:
         }
 
     def of(self, rank: int) -> "ThreadRanks":
-        """Make the ranks as one of them sees them."""
+        """Make the `Ranks` object of one rank."""
         return ThreadRanks(self, rank)
 
     def exchange(self, rank: int, mine: Any) -> list[Any]:
-        """Return what every rank brought."""
+        """Give `mine` to all ranks, and return what every rank gave."""
         self.places[rank] = mine
         self.barrier.wait()
         found = list(self.places)
@@ -171,7 +171,7 @@ class Meeting:
 
 
 class ThreadRanks(Ranks):
-    """The ranks of a `Meeting`; they exchange tensors, not copies of them."""
+    """The ranks of a `Meeting`; they exchange copies of tensors within this process."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self._rank = meeting, rank
@@ -185,7 +185,7 @@ class ThreadRanks(Ranks):
         return self.meeting.exchange(self.rank, x.detach().clone())
 
     def sum_and_scatter(self, xs: Sequence[Tensor]) -> Tensor:
-        """Return the sum over all ranks of what they have for this one."""
+        """Return the sum over all ranks of what each has for this rank."""
         every = self.meeting.exchange(self.rank, [x.clone() for x in xs])
         return torch.stack([of_rank[self.rank] for of_rank in every]).sum(0)
 
@@ -203,5 +203,5 @@ class ThreadRanks(Ranks):
         return self.gather(x)[-1]
 
     def sum_at_last(self, x: Tensor) -> Tensor:
-        """Return the sum over all ranks."""
+        """Return the sum of `x` over all ranks."""
         return torch.stack(self.gather(x)).sum(0)

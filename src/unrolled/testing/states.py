@@ -1,4 +1,4 @@
-"""A state is a value: tensors, batch first, that no call modifies and that can be selected from and saved."""
+"""A state is a value: batch-first tensors that no call modifies; rows can be selected, and states saved."""
 
 import tempfile
 from pathlib import Path
@@ -33,7 +33,7 @@ def check_state_is_a_value(make: Maker, supports: Supports) -> None:
 
 
 def check_interleaved_sequences(make: Maker, supports: Supports) -> None:
-    """One module can run several sequences in turn: it keeps nothing of them."""
+    """One module can run several sequences in turn, since it keeps nothing of a sequence."""
     module = make(causal=True)
     sequences = [make.input(batch, 7, seed=i, grad=False) for i, batch in enumerate((2, 3, 2))]
     expected = [unroll(module, x, [("prefill", 3), ("step", 4)])[0] for x in sequences]
@@ -67,7 +67,7 @@ def check_state_round_trip(make: Maker, supports: Supports) -> None:
 
 
 def saved_and_loaded(state: Any, like: Any, what: str) -> Any:
-    """Save a state and load it again, which must not change a bit."""
+    """Save a state and load it again; not a bit may change."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "state.safetensors"
         save(state, path)
@@ -77,7 +77,7 @@ def saved_and_loaded(state: Any, like: Any, what: str) -> Any:
 
 
 def check_state_structure(make: Maker, supports: Supports) -> None:
-    """A state is tensors, batch first: fp64 in fp64 modules, fp32 whatever other type the input has."""
+    """A state is batch-first tensors: fp64 in fp64 modules, and fp32 in all others."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         module = make(causal=True, dtype=dtype)
         x = make.input(3, 4, dtype=dtype)
@@ -96,7 +96,7 @@ def check_state_structure(make: Maker, supports: Supports) -> None:
 
 
 def require_batched(state: Any, rows: int, dtype: torch.dtype, what: str) -> None:
-    """Fail unless all tensors of a state have `rows` rows, and fp32 or fp64 for a module of `dtype`."""
+    """Fail unless all tensors of a state have `rows` rows, and the type of states in a module of `dtype`."""
     expected = torch.float64 if dtype == torch.float64 else torch.float32
     for name, x in leaves(state).items():
         require(x.shape[:1] == (rows,), f"{what}: {name} has shape {list(x.shape)}, should have {rows} rows")

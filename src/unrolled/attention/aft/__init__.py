@@ -22,8 +22,8 @@ Cost for d = n_heads head_dim elements: "full" time O(T^2 d), memory O(T^2 + T d
 given window, time and memory O(T d). Per generated token: "full" O(T d), the others O(window d).
 Cannot: weigh keys by the query. "full" and "local" have biases for `max_length` positions. "local" and "conv"
 cannot read another sequence, since positions of two sequences have no distance. Only "full" takes an
-`attn_mask`, with memory O(B T S d). `torch.export` takes one length only, which fixes how often pairs of
-positions are halved.
+`attn_mask`, with memory O(B T S d). `torch.export` exports a single length, since the length determines how
+often the pairs of positions are halved.
 Equals softmax attention: never. It is softmax attention with d heads one element wide and scores k_j + w_tj.
 """
 
@@ -64,14 +64,14 @@ class AFT(MultiHeadAttention[AFTState, None]):
     """AFT-full, -local, -simple and -conv.
 
     Args:
-        d_model, n_heads, common: see `MultiHeadAttention`; keys and values are as many and as wide as
-            queries. Except for "conv" and an `attn_mask`, heads have no meaning: each of the n_heads head_dim
-            elements is averaged by itself.
+        d_model, n_heads, common: see `MultiHeadAttention`; n_kv_heads must be n_heads, and value_dim must be
+            head_dim. Except for "conv" and an `attn_mask`, heads have no meaning: each of the
+            n_heads head_dim elements is averaged by itself.
         position_bias: "full", "local", "simple" or "conv".
         window: "local": keys less than this far away have a bias (32 by default); "conv": width of the window
             (15 by default), odd unless causal.
         max_length: number of positions that "full" and "local" have biases for.
-        bias_rank: width of their factors a and b.
+        bias_rank: width of the factors a and b of these biases.
     """
 
     supports = GENERAL.but(recurrence="growing", single_queries=False, dynamic_length=False)
@@ -138,7 +138,8 @@ class AFT(MultiHeadAttention[AFTState, None]):
         place = torch.arange(S, device=k.device).expand(1, S)
         number = place if padding is None else (~padding).cumsum(1) - 1  # of a key among the valid ones
         self._check_length(number)
-        # The average that each query takes: over the keys up to it, or at its own position.
+        # Number of the average that each query takes: if causal, that of the keys up to the query, otherwise
+        # that at its own position.
         if self.causal:
             row = torch.arange(T, device=k.device) + S - T
             rows = torch.where(row < 0, -1, number[:, row.clamp(min=0)]) if S else row.new_full((1, T), -1)
@@ -259,7 +260,7 @@ class AFT(MultiHeadAttention[AFTState, None]):
         return torch.arange(W, 0, -1, device=state.k.device) <= state.position.unsqueeze(1)
 
     def _check_length(self, positions: Tensor) -> None:
-        """Require positions below `max_length`; where they cannot be read, indexing their biases fails."""
+        """Require positions below `max_length`; where values cannot be read, indexing the biases fails."""
         if self.max_length is None or not may_read(positions) or positions.numel() == 0:
             return
         longest = int(positions.max()) + 1

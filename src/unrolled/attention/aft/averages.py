@@ -3,8 +3,8 @@ r"""The weighted averages of attention free transformers.
     o_t = sum_j exp(k_j + w_tj) v_j / sum_j exp(k_j + w_tj)        element by element of k_j and v_j
 
 Only the definition makes tensors of size [T,S,D]. Biases w_tj are nonzero inside a window only, |t - j| < s.
-All terms of all sums are positive, so that no digits are lost; the shorter "all keys, plus exp(w) - 1 times
-those in the window" would subtract.
+All terms of all sums are positive, so that no digits are lost. The shorter formula, "all keys, plus exp(w) -
+1 times those in the window", would subtract.
 
 Keys outside the window: sums that grow by one key per step. They are scaled by exp(-m_t) with the running
 maximum m_t = max_{j <= t} k_j, and follow S_t = exp(m_{t-1} - m_t) S_{t-1} + exp(k_t - m_t) [v_t, 1].
@@ -15,10 +15,10 @@ halves and so on: the keys of a left half, scaled by the maximum at its end, are
 the right half, whose own maximum is no lower. All factors are at most 1, none depends on tokens after t, and
 each pair is computed once.
 
-Biases are scaled by their maximum, which may belong to another key than the maximum of k. Where they differ
-by so much (60 in fp32) that all products of scaled factors might vanish, the definition is computed instead.
-This needs the values of the biases, which are read on a CPU and uncompiled; elsewhere such averages lose
-digits. The definition is also the fastest form for a few tokens.
+Biases are scaled by their maximum, which may belong to another key than the maximum of k. Where the biases
+differ by so much (60 in fp32) that all products of scaled factors might vanish, the definition is computed
+instead. This check reads the values of the biases, which it does only on a CPU and outside of torch.compile;
+elsewhere such averages lose digits. The definition is also the fastest form for a few tokens.
 """
 
 import math
@@ -82,11 +82,11 @@ def average_reference(k: Tensor, v: Tensor, bias: Tensor, allowed: Tensor) -> Te
 def average_causal(
     keys: Keys, bias: Bias, window: int, old: OldSums, first: int = 0
 ) -> tuple[Tensor, OldSums]:
-    """Average all keys up to each one from number `first` on, and the `old` ones.
+    """Average, for each key from number `first` on, the `old` keys and all keys up to this one.
 
     Returns:
-        `[B,L-first,H,M]`, and the sums over the old keys and the first 0, 1, ... new ones, up to those
-        outside a window that ends after the last.
+        `[B,L-first,H,M]`, and the sums over the old keys and the first 0, 1, ... new keys, up to the last
+        new key that is outside the window of the next token.
     """
     # Keys outside the window: a scan over the scaled sums.
     keys, k, values = _prepared(keys)
@@ -154,8 +154,9 @@ def average_full(keys: Keys, bias: Bias, rows: Tensor) -> Tensor:
 def earlier_pairs(L: int, first: int, window: int, device: torch.device) -> list[Pairs]:
     """Cut the pairs of rows >= `first` with keys up to the row and inside the window into blocks.
 
-    First each row with itself; then, for c = 1, 2, 4, ..., the right half of every 2c tokens with the left
-    half. Blocks may include rows after the last one, and pairs outside the window.
+    The first block pairs each row with itself. Then, for c = 1, 2, 4, ..., blocks pair the right half of
+    every 2c tokens with the left half. Blocks may include rows after the last one, and pairs outside the
+    window.
     """
     itself = torch.arange(first, L, device=device).unsqueeze(1)
     pairs, c = [(itself, itself)], 1
@@ -176,8 +177,8 @@ def _near(
 ) -> tuple[Tensor, Tensor, bool]:
     """Sum over the window: `[B,R,H,2,M]` times exp(-peak - top), and `peak [B,1,H]`, the largest bias or 0.
 
-    `positions` are those of the R rows and of the L keys. The third result is whether biases differ so much
-    that these sums may have lost their digits; False where values cannot be read at no cost.
+    `positions` are those of the R rows and of the L keys. The third result says whether biases differ so much
+    that these sums may have lost their digits; it is False where reading values would have a cost.
     """
     row_positions, key_positions = positions
     (B, L, H, _), R, M = k.shape, row_positions.shape[1], values.shape[-1]

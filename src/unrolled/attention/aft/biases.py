@@ -17,7 +17,7 @@ Claims = Mapping[str, bool | str]
 
 
 class Sizes(NamedTuple):
-    """What a bias is constructed from; each kind uses some of it."""
+    """The sizes that a bias is constructed from; each kind of bias uses some of them."""
 
     n_heads: int
     causal: bool

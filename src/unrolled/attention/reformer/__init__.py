@@ -12,9 +12,9 @@ Queries and keys share one projection. Token i is not in its own P_i; if P_i is 
     causal          P_i^r is the last c of the earlier members of i's bucket.
 
 Kitaev, Kaiser and Levskaya 2020, "Reformer: The Efficient Transformer", arXiv 2001.04451, section 2. Each
-round gives o_i^r and its log-sum-exp; a key that N_ij rounds read gets log N_ij subtracted in each (appendix
-A), so that merging the rounds is one softmax over the union. The paper's finite penalty of 1e5 for i itself
-is infinite here. As in the authors' code, scores are not divided by sqrt(D): `scale` is 1.
+round gives o_i^r and its log-sum-exp. The score of a key that N_ij rounds read is reduced by log N_ij in each
+(appendix A), so that merging the rounds is one softmax over the union. The paper's finite penalty of 1e5 for
+i itself is infinite here. As in the authors' code, scores are not divided by sqrt(D): `scale` is 1.
 
 **Why the causal form differs from the paper's.** The paper masks the later keys of each chunk. Then o_i
 contains no value of a later token, but later tokens shift the chunk boundaries, and so determine which
@@ -61,7 +61,11 @@ from unrolled.ops.replay import chosen
 
 
 class ReformerState(NamedTuple):
-    """The tokens that later ones may attend to: all up to R n_buckets c, then the last of each bucket."""
+    """The tokens that later ones may attend to.
+
+    The first R n_buckets c tokens are all kept. After that, tokens are dropped that are not among the last c
+    of their bucket in any round.
+    """
 
     k: Tensor  # [B,S,H,D]
     v: Tensor  # [B,S,H,M]
@@ -96,7 +100,7 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
     Args:
         d_model, n_heads, common: see `MultiHeadAttention`; n_kv_heads must be n_heads, since queries and keys
             share one projection. The authors use no bias.
-        chunk: length c of the chunks, or the number of tokens of its bucket that a causal query reads.
+        chunk: length c of the chunks or, if causal, the number of tokens of its bucket that a query reads.
         n_buckets: an even number, or a sequence of its even factors. The paper uses 2 T / c.
         n_rounds: number R of hash rounds.
         same_bucket: attend only to the query's own bucket; causal attention always does.
@@ -227,7 +231,7 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
         return ReformerState._make((*tokens, state.position + new, state.draw))
 
     def _readable(self, state: ReformerState) -> ReformerState:
-        """Drop the tokens that no later token can attend to, once there are more than R n_buckets c."""
+        """Drop tokens that no later token can attend to, so that at most R n_buckets c remain."""
         S, most = state.k.shape[1], self.n_rounds * self.n_buckets * self.chunk
         if most >= S:
             return state

@@ -4,8 +4,9 @@ In round r query i reads a set P_i^r of keys of the same sequence, never key i. 
 
     P_i = union of P_i^r        o_i = sum_{j in P_i} softmax_j(scale q_i . k_j) v_j, or v_i if P_i is empty
 
-A round multiplies blocks of c queries with 2c keys, and gives o_i^r with its log-sum-exp. A key that N_ij
-rounds read gets log N_ij subtracted in each, so that merging the rounds is the softmax over the union.
+A round multiplies blocks of c queries with 2c keys, and gives o_i^r with its log-sum-exp. The score of a key
+that N_ij rounds read is reduced by log N_ij in each, so that merging the rounds is the softmax over the
+union.
 
 Kitaev, Kaiser and Levskaya 2020, "Reformer", arXiv 2001.04451, section 2 and appendix A. The module
 `reformer` defines the sets, and says why the causal ones differ from those of the paper.
@@ -34,7 +35,7 @@ def unit_keys(q: Tensor) -> Tensor:
 def hash_buckets(rotated: Tensor, factors: Sequence[int]) -> Tensor:
     """Buckets of `rotated` = x R `[..., sum(factors)/2]`: integers `[...]` below the product of the factors.
 
-    Each factor n hashes the next n/2 rows into n buckets; the first factor varies fastest.
+    Each factor n hashes the next n/2 numbers into n buckets; the first factor varies fastest.
     """
     bucket, stride = torch.zeros(rotated.shape[:-1], dtype=torch.long, device=rotated.device), 1
     for part, n in zip(torch.split(rotated, [n // 2 for n in factors], -1), factors, strict=True):
@@ -247,7 +248,8 @@ def _all_pairs(tokens: Tokens, sets: Sets, scale: float) -> tuple[Tensor, Tensor
 def _round(tokens: Tokens, sets: Sets, layout: Layout, r: int, scale: float) -> tuple[Tensor, Tensor]:
     """Compute one round, in which a key that n rounds read weighs 1/n: `o [N,T,M]`, `lse [N,T]`."""
     block, other = layout.tokens[:, r], layout.other[:, r]
-    # Any block may replace a missing one. Not by `clamp`: Inductor fails on the clamped `arange` as index.
+    # Any block may replace a missing one, since its tokens are masked. This uses `%` because Inductor fails
+    # on a clamped `arange` as index.
     beside = _take(block, other % other.shape[-1]).masked_fill((other == ABSENT).unsqueeze(-1), ABSENT)
     readable = torch.cat([beside, block], -1)
     i, j = block.clamp(min=0), readable.clamp(min=0)

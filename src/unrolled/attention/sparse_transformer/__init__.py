@@ -7,9 +7,9 @@ With the stride l, query i of causal attention reads keys j <= i of
     fixed        floor(j / l) = floor(i / l)      j mod l among the last c places, or j = i
 
 The fixed pattern cuts the sequence into blocks of l, whose last c tokens summarise them for later blocks.
-With u sub-blocks, head h instead reads the c places that end at l - (h mod u) c; places after them are two
-hops away only through heads that read the last ones. Bidirectional attention reads ahead as it reads back. A
-head that reads both sets reads their union by one softmax, each key once.
+With u sub-blocks, head h instead reads the c places that end at l - (h mod u) c. The places after these are
+reached in two hops only through heads that read the last c places. Bidirectional attention reads ahead as it
+reads back. A head that reads both sets reads their union by one softmax, each key once.
 
 Child, Gray, Radford and Sutskever 2019, "Generating Long Sequences with Sparse Transformers",
 arXiv 1904.10509, sections 4.2, 4.3 and 5.2. Their w is l; their code has l - 1. By their formula, far keys

@@ -1,6 +1,6 @@
 r"""Factorized attention: softmax attention to two sets of keys, near ones and far ones, in several patterns.
 
-With the stride l, query i reads keys j, of the past alone if causal, of which
+With the stride l, query i reads these keys j, if causal only those with j <= i:
 
                  near                             far
     strided      |i - j| <= w                     (i - j) mod l = 0

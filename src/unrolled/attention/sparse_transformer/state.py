@@ -1,7 +1,8 @@
 """Factorized attention one token at a time: the keys that later tokens may read, and the attention to them.
 
-With the strided pattern these are all keys; with the fixed one, the current block and the last c u tokens of
-each earlier block. A token gathers the keys that it reads, and computes no others.
+With the strided pattern, later tokens may read all keys; with the fixed pattern, those of the current block
+and of the last c u tokens of each earlier block. A step gathers the keys that its token reads, and computes
+no other scores.
 """
 
 import math
@@ -20,7 +21,7 @@ from unrolled.ops.precision import without_autocast
 class FactorizedState(NamedTuple):
     """The keys and values that later tokens may read. No function changes a state in place.
 
-    Tokens are appended to a short `recent` part, and from there to the `past`, where each position has a
+    Tokens are appended to a short `recent` part, and move from there to the `past`, where each position has a
     slot.
     """
 
@@ -156,9 +157,10 @@ def _take(x: Tensor, place: Tensor) -> Tensor:
 
 
 def _positions_kept(layout: Layout, past: Tensor, query: Tensor, base: Tensor) -> Tensor:
-    """Return the position of the key in each slot of the past, for a `query [B,1]`, if fixed: `[B,P]`.
+    """Return the position of the key in each slot of the past, in the fixed pattern: `[B,P]`.
 
-    It is -1 where the slot holds none of the first `base [B,1]` tokens, or one that another slot also holds.
+    `query [B,1]` is the position of the query. The result is -1 where the slot holds none of the first
+    `base [B,1]` tokens, or one that another slot also holds.
     """
     stride, kept, device = layout.stride, layout.summary * layout.subblocks, past.device
     begin = query // stride * stride
@@ -219,8 +221,9 @@ def _blocks_kept(layout: Layout, past: Tensor) -> int:
 def _slots(layout: Layout, position: Tensor) -> tuple[Tensor, Tensor]:
     """Return the two slots of a position in the past: within the current block, and for later blocks.
 
-    Strided, both are the position itself. Fixed, the first l slots are for the current block, followed by the
-    last c u tokens of each block; other tokens have a negative second slot.
+    In the strided pattern, both are the position itself. In the fixed pattern, the first l slots are for the
+    current block, and are followed by slots for the last c u tokens of each block; other tokens have a
+    negative second slot.
     """
     if layout.kind == "strided":
         return position, position
@@ -232,7 +235,7 @@ def _slots(layout: Layout, position: Tensor) -> tuple[Tensor, Tensor]:
 def _store(layout: Layout, past: Tensor, x: Tensor, position: Tensor, following: Tensor) -> Tensor:
     """Add tokens `x [B,W,G,D]` at `position [B,W]` (-1 = padding) that are read from `following [B]` on.
 
-    The past grows by whole blocks, enough for all.
+    The past grows by as many whole blocks as the tokens need.
     """
     slot, later = _slots(layout, position)
     _, per_block = _slot_sizes(layout)

@@ -14,11 +14,11 @@ where the relative embeddings r are optional.
 Duke, Ahmed, Wolf, Aarabi and Taylor 2021, "SSTVOS: Sparse Spatiotemporal Transformers for Video Object
 Segmentation", arXiv 2101.08833: grid attention with scale = 1 and relative embeddings, and strided attention
 as in Child et al. 2019, "Sparse Transformers", arXiv 1904.10509, on each axis. In the authors' code a pair
-has only the embedding of the axis on which it differs, and i itself that of its row, which is the same where
-the three r[0] are equal.
+has only the embedding of the axis on which it differs, and i itself has that of its row. The result is the
+same where the three r[0] are equal.
 
-Cost per head for n places: grid, time O(n (time + height + width) (D+M)) and as many scores; cube of c keys,
-scores O(n c), of which at most a few times c are computed and dropped; strided, O(n^2 / stride^3) more.
+Cost per head for n places: grid, time O(n (time + height + width) (D+M)) and O(n (time + height + width))
+scores; cube of c keys, O(n c) scores, a few times as many as are used; strided, O(n^2 / stride^3) more.
 Cannot: be causal, run as a recurrence, or honour an arbitrary `attn_mask`.
 Equals softmax attention: where at most one axis is longer than 1, or where the cube holds the whole grid.
 
@@ -72,7 +72,7 @@ def reads(
 
 
 def line_parts(size: Axes) -> list[Part]:
-    """Rows, which include the place itself, then columns and times without it."""
+    """Return the parts of grid attention: rows with the place itself, then columns and times without it."""
     time, height, width = size
     parts = [Part((1, 1, width))]
     parts += [Part((1, height, 1), without=(0, 0, 0))] if height > 1 else []
@@ -81,7 +81,11 @@ def line_parts(size: Axes) -> list[Part]:
 
 
 def cube_parts(size: Axes, radius: Axes, stride: Axes | None = None) -> list[Part]:
-    """Tiles twice the radius wide that read their neighbourhood, then residue classes without the cube."""
+    """Return the parts of cube attention.
+
+    Tiles twice the radius wide read their neighbourhood. With a stride, residue classes then read what is not
+    in the cube.
+    """
     tile, halo = [], []
     for n, r in zip(size, radius, strict=True):
         one_tile = 2 * r >= n  # several tiles would each read almost the whole axis
@@ -187,7 +191,7 @@ def _attend(
     size = axes(q.shape[2:5])
     queries, distances = grouped(q, part), distances_in(part, q.device)
     scores = queries @ read_by_groups(k, part).mT
-    if tables:  # relative to their centres, which add the same to all keys of a query
+    if tables:  # minus their centres, which would add the same to all keys of a query
         scores = scores + _relative_scores(queries, part, tables)
     if part.within is not None:
         scores.masked_fill_(~near(distances, part.within), -torch.inf)

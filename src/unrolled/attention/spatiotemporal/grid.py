@@ -25,8 +25,9 @@ def axes(numbers: Sequence[int]) -> Axes:
 class Part(NamedTuple):
     """A cut of the grid into groups that attend within themselves, by one matrix product each.
 
-    On each axis a group has `members` that are `step` apart, and reads `halo` more places on each side. Pairs
-    are masked unless they differ by at most `within` on every axis, and if they differ by at most `without`.
+    On each axis a group has `members` that are `step` apart, and reads `halo` more places on each side. With
+    `within`, only pairs count that differ by at most this much on every axis; with `without`, only pairs that
+    differ by more on some axis.
     """
 
     members: Axes
