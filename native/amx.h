@@ -1,9 +1,9 @@
 // Products of many rows by packed weights on Intel's matrix unit (AMX), which multiplies a tile of 16 rows of
 // x by 32 inputs of 16 outputs (64 inputs in int8) in 16 cycles. The packed layouts are those that it loads.
 //
-// 1. bf16: x is the sum of two bfloat16 numbers up to 2^-17 of its size. Both are multiplied by the weights,
-//    with sums in fp32, so that a row has the same result as alone up to rounding.
-// 2. int8: the two bytes of x, as without the unit.
+// 1. bf16: x is split into a sum of two bfloat16 numbers, exact to 2^-17 of its size. Both are multiplied by
+//    the weights, with sums in fp32, so that up to rounding, a row has the same result as alone.
+// 2. int8: the two bytes of x are multiplied, as without the unit.
 #pragma once
 
 #include "packed.h"
@@ -18,7 +18,7 @@
 
 namespace UNROLLED_ISA {
 
-constexpr Int AMX_ROWS = 16;        // of a tile
+constexpr Int AMX_ROWS = 16;        // rows of a tile
 constexpr Int FEWEST_AMX_ROWS = 5;  // with fewer, a row at a time is as fast
 
 #if defined(UNROLLED_AMX)
@@ -113,8 +113,8 @@ AMX inline void amx_int8(const char* w, Int inputs, const Halves& x, int32_t (*h
 
 AMX inline void release_tiles() { _tile_release(); }
 
-// Whether `rows` rows are multiplied there. Sums of bfloat16 round otherwise there: `steady` takes all of
-// them.
+// Whether `rows` rows are multiplied on the matrix unit. Sums of bfloat16 products round differently there,
+// so with `steady` the unit multiplies any number of rows by bfloat16 weights.
 inline bool on_matrix_unit(const Packed& w, Int rows, bool steady) {
     const bool halves = w.packing == BFLOAT16_TILES,
                fits = halves || (w.packing == INT8_TILES && padded_inputs(w) % 64 == 0);

@@ -30,8 +30,8 @@ struct Linear {
     const double* log_decay;  // [batch, keys, groups], or null
     const float* rates;       // [batch, keys, groups], or null
     const float *kv, *k_sum;  // initial state: [sequences, groups, features, values] and without values
-    // If the first is above 0, queries and keys x are read as x / sqrt(|x|^2 + unit_epsilon), queries also
-    // times `query_scale`. Only forward.
+    // If `unit_epsilon` is above 0, queries and keys x are read as x / sqrt(|x|^2 + unit_epsilon), and
+    // queries are also multiplied by `query_scale`. Only in the forward pass.
     float unit_epsilon, query_scale;
     int32_t feature_map;  // applied to q and k; not with rates
 };
@@ -165,7 +165,7 @@ struct Packed {
     int64_t inputs, outputs;
     int32_t packing;
     const void* weights;
-    const float *scales, *bias;  // of each output, filled up to whole tiles; may be null
+    const float *scales, *bias;  // of each output, padded to whole tiles; may be null
     const int32_t* sums;         // INT8_TILES: sums of the weights of each output
 };
 
@@ -220,8 +220,8 @@ enum Features : int32_t {
 // The kinds of RECUR: what the state is multiplied by before each token.
 enum Gates : int32_t { NO_GATES, CONSTANT_GATES, GATE_PER_HEAD, GATE_PER_FEATURE, GATE_OF_AVERAGE };
 
-// A step of a program. What it reads and writes are places in the scratch memory of a token, in floats; -1
-// for none. The fields that an operation does not mention are 0.
+// A step of a program. `to`, `first` and the like are places in the scratch memory of a token, in floats; -1
+// for none. Fields that the description of an operation does not mention are 0.
 struct Instruction {
     int32_t operation, kind;
     int64_t to, first, second, third, gates, rates, divisor_q, divisor_k;
@@ -237,13 +237,13 @@ struct Instruction {
 struct SequenceState {
     int64_t* position;  // tokens read so far
     float* state;       // what has a constant size
-    float* cache;       // floats of all tokens, room for `capacity` of them
+    float* cache;       // floats of all tokens, with room for `capacity` tokens
     int64_t capacity;
 };
 
 // A program that computes the logits of the next token, and the sequences that it reads.
 struct Program {
-    int64_t instructions;  // of them the last `head` run only for tokens whose logits are wanted
+    int64_t instructions;  // the last `head` of them run only for tokens whose logits are wanted
     int64_t head;
     int64_t width;                 // floats of scratch memory per token
     int64_t hidden, hidden_width;  // what the head reads
@@ -275,11 +275,11 @@ enum RowStatus : int32_t { ENDED, ACTIVE, NO_DISTRIBUTION, NO_POSITION };
 // A sequence that is continued.
 struct Row {
     Sampling sampling;
-    int64_t key;                     // of its random stream
-    int64_t limit;                   // of its new tokens
+    int64_t key;                     // the key of its random stream
+    int64_t limit;                   // the most new tokens
     int64_t stops;                   // how many token sequences end it
-    const int64_t *stop, *stop_end;  // these in a row, and where each ends
-    int64_t* tokens;                 // [limit], the new ones
+    const int64_t *stop, *stop_end;  // these sequences, one after the other, and where each ends
+    int64_t* tokens;                 // [limit], the new tokens
     uint8_t* seen;                   // [vocabulary]: whether a token has occurred; null without a penalty
     float* told;  // [most, vocabulary]: the logits of each token drawn in a call; null if nobody asks
 };

@@ -1,9 +1,9 @@
 // Queries of one head attend to the keys and values of their sequence: o = sum_j softmax_j(scale q . k_j)
 // v_j.
 //
-// Keys and values are met in parts that stay in the first-level cache for all queries. A query keeps the
-// largest score so far, and its sums relative to that: a larger one scales them down (Milakov and Gimelshein
-// 2018, arXiv 1805.02867, algorithm 3).
+// Keys and values are processed in parts that stay in the first-level cache for all queries. A query keeps
+// its largest score so far, and sums relative to it. A larger score scales these sums down (Milakov and
+// Gimelshein 2018, arXiv 1805.02867, algorithm 3).
 #pragma once
 
 #include "decode_tokens.h"
@@ -13,7 +13,7 @@ namespace UNROLLED_ISA {
 
 // Keys lie together in blocks, so that lanes hold keys and no product is summed across lanes.
 constexpr Int KEY_BLOCK = 16;
-constexpr Int QUERIES = 64;  // that attend side by side
+constexpr Int QUERIES = 64;  // queries that attend side by side
 constexpr Int PART = 128;    // keys at a time
 
 inline Int round_up_keys(Int n) { return ceil_div(n, KEY_BLOCK) * KEY_BLOCK; }
@@ -31,7 +31,7 @@ struct KeyStore {
 };
 
 // Queries and outputs of one head for consecutive tokens, `row` floats apart. The first query attends to
-// `count` keys, each further one to one more.
+// `count` keys, each further query to one key more.
 struct Queries {
     const float* q;
     float* o;
@@ -40,7 +40,7 @@ struct Queries {
     Queries from(Int i) const { return {q + i * row, o + i * row, row, count + i}; }
 };
 
-// What is summed for a query: exp(score - most), by lanes.
+// The sum of exp(score - most) for a query, by lanes.
 struct Weights {
     float most = -__FLT_MAX__;  // of the scores so far
     Vec total = {};
@@ -93,7 +93,7 @@ inline float largest_lane(Vec x) {
     return pairs[0] > pairs[1] ? pairs[0] : pairs[1];
 }
 
-// Replaces n scores by exp(score - most). Returns what the sums so far are multiplied by.
+// Replaces n scores by exp(score - most). Returns the factor that the sums so far are multiplied by.
 inline float weigh(Weights& x, float* scores, Int n) {
     for (Int i = n; i % WIDTH; ++i) scores[i] = -__builtin_inff();
     Vec top = broadcast(x.most);
@@ -113,7 +113,7 @@ inline float weigh(Weights& x, float* scores, Int n) {
     return factor;
 }
 
-// `ROWS` queries meet the part of the keys and values that begins at slot `first`.
+// `ROWS` queries attend to the part of the keys and values that begins at slot `first`.
 template <int ROWS>
 void attend_to_part(const Queries& x, const KeyStore& store, Int first, float scale, Weights* weights) {
     alignas(64) float scores[ROWS * PART];
@@ -133,7 +133,7 @@ void attend_to_part(const Queries& x, const KeyStore& store, Int first, float sc
                                tile.add_scaled_rows(x.o + m, x.row, factors);
                                tile.write(x.o + m, x.row);
                            });
-    // What not all queries attend to, and values that fill no vector.
+    // Keys that only some of the queries attend to, and values that fill no vector.
     for (int r = 0; r < ROWS; ++r)
         for (Int m = 0; m < M; m += WIDTH) {
             const Int left = M - m, begin = m < whole ? shared : 0;
@@ -153,7 +153,7 @@ inline void request(const KeyStore& store, Int first, Int share, Int shares) {
     prefetch_row<false>((const char*)(store.values + first * store.M) + share * values, values);
 }
 
-// `n` queries attend to their keys. While they share a part, the next is requested.
+// `n` queries attend to their keys. While they attend to a part, the next part is requested.
 inline void attend_to(const KeyStore& store, const Queries& x, Int n, float scale) {
     Weights weights[QUERIES];
     const Int groups = ceil_div(n, TILE_ROWS);

@@ -15,7 +15,7 @@ namespace UNROLLED_ISA {
 namespace {
 
 constexpr Int SEGMENT = 512;  // tokens of a task
-constexpr Int SUMMED = 64;    // tokens whose sum is kept in single precision
+constexpr Int SUMMED = 64;    // tokens that are summed in single precision
 
 // The tokens [from, to) of a sequence of `length` that begins at token `first` of the batch's row.
 struct Segment {
@@ -102,7 +102,7 @@ Status forward(const Conv& x, const ConvOutputs& out, const Segment& s) {
         write_row(x.type, y, x.channels,
                   (char*)out.y + (s.batch * x.tokens + s.first + t) * x.channels * size_of(x.type));
     }
-    // 3. The state, which may reach back into the one before.
+    // 3. The state, which may reach back into the state before the sequence.
     if (s.from == 0)
         for (Int t = s.length - x.taps + 1; t < s.length; ++t) {
             read_input(x, s, t, y);
@@ -111,7 +111,7 @@ Status forward(const Conv& x, const ConvOutputs& out, const Segment& s) {
     return SUCCESS;
 }
 
-// `d_weight [taps, channels]` is that of this segment.
+// `d_weight [taps, channels]` is the gradient of the taps from this segment.
 Status backward(const Conv& x, const ConvGradients& out, const Segment& s, double* d_weight) {
     if (s.from && s.from == s.to) return SUCCESS;
     Workspace memory;

@@ -1,12 +1,12 @@
 // Runs a program over tokens: the whole model, from token ids to logits, without a return to Python.
 //
 // 1. Tokens are read in chunks, so that their scratch memory stays in the cache and a matrix is read once per
-//    chunk. Those of one sequence are in order, so a chunk may be a part of a prompt, one token of each of
+//    chunk. The tokens of one sequence are in order. A chunk may be a part of a prompt, one token of each of
 //    many sequences, or both.
 // 2. Threads run the instructions side by side. Instructions of single tokens are shared by tokens, linear
 //    layers by tiles, those with a state by heads. A barrier stands before every instruction that reads what
 //    another thread may have written.
-// 3. The head runs for those tokens whose logits are wanted, which first move together.
+// 3. The head runs only for tokens whose logits are wanted. What it reads for them is first moved together.
 #include <sched.h>
 
 #include "decode_sequences.h"
@@ -151,7 +151,7 @@ class Worker {
     void read_chunk(const Tokens& tokens, const Int* positions) {
         const Program& p = run_.program;
         const Int head = p.instructions - p.head;
-        wait();  // for those that still read the results of the last chunk
+        wait();  // for threads that still read the results of the last chunk
         run_range(0, head, tokens, positions);
         wait();
         Int wanted = 0;
@@ -194,7 +194,7 @@ class Worker {
                        weights_after(x));
     }
 
-    // What this thread multiplies by after an instruction.
+    // The weights that this thread multiplies by next, after an instruction.
     const void* weights_after(const Instruction& x) const {
         const Instruction *begin = run_.program.instruction, *end = begin + run_.program.instructions,
                           *i = &x + 1;

@@ -5,19 +5,20 @@
 // last inputs [window - 1, n], the latest last.
 //
 // RECUR: S <- diag(a) S + k v^T, then o = scale S^T q, for each of `groups` states [features, values] and the
-// `heads` / `groups` query heads that read it; a as `kind` says; q, k, v at `first`, `second`, `third`. With
-// `rates` b it is the delta rule: v becomes b (v - S^T diag(a) k). With `divisor_k` z <- diag(a) z + that
-// key, and o is divided by its product d with `divisor_q`; z [groups, features] lies behind the states S.
-// GATE_OF_AVERAGE: one gate a for each group, whose keys, and those of the divisor, are multiplied by `rates`
-// 1 - a; behind z lie the sums of their factors w <- a w + 1 - a, [groups]. With an epsilon above 0, d is
-// replaced by sign(d) max(|d|, epsilon w), where w is 1 for all other gates.
+// `heads` / `groups` query heads that read it. The gates a are those of the `kind`; q, k, v are at `first`,
+// `second`, `third`. With `rates` b it is the delta rule: v becomes b (v - S^T diag(a) k). With `divisor_k`,
+// z <- diag(a) z + divisor_k, and o is divided by d = divisor_q . z; z [groups, features] lies behind the
+// states S. GATE_OF_AVERAGE: one gate a for each group. The keys, and those of the divisor, are multiplied by
+// `rates`, which are 1 - a; behind z lie the sums of these factors, w <- a w + 1 - a, [groups]. With an
+// epsilon above 0, d is replaced by sign(d) max(|d|, epsilon w), where w is 1 for all other gates.
 //
 // ATTEND: o = sum_j softmax_j(scale q . k_j) v_j over the last `window` tokens; with a window of 0, over all
 // tokens. State: keys [groups, slots / 16, features, 16], then values [groups, slots, values], with a slot
-// for each token of the window, filled up to a multiple of 16. The token at position p is in slot p % window;
+// for each token of the window, padded to a multiple of 16. The token at position p is in slot p % window;
 // without a window it is in slot p of the cache.
 //
-// Queries have `queries` heads, keys `keys` heads, whose numbers divide `heads` and `groups`.
+// There are `queries` heads of queries, which divide `heads`, and `keys` heads of keys, which divide
+// `groups`.
 #pragma once
 
 #include "attention.h"
@@ -32,7 +33,7 @@ struct SequenceRow {
     Int capacity;  // tokens in the cache
 };
 
-// A share of the work: from `first` to `last`.
+// A share of the work: [first, last).
 struct Share {
     Int first, last;
 };

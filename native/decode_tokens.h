@@ -2,15 +2,16 @@
 //
 // EMBED: to = row `token` of the table `weights` [ids, n], which is in bfloat16 if the kind is 1.
 // ADD_POSITIONS: to += row `position` of the table `weights` [positions, n].
-// ADD_SINUSOIDS: to = scale to + [sin a_0, cos a_0, sin a_1 ..], a_i = position frequencies_i, i < n / 2.
+// ADD_SINUSOIDS: to = scale * to + [sin a_0, cos a_0, sin a_1 ..], a_i = position * frequencies_i, i < n / 2.
 // ANGLES: to = [cos a_0 .. cos a_(n-1), sin a_0 .. sin a_(n-1)], a_i as above.
 // NORMALIZE: to = (x - mean) / sqrt(variance + epsilon) weights + bias for each of `heads` parts x of n
 // numbers of `first`; the mean is subtracted if the kind is 1, else taken as 0.
 // LINEAR_BY_HEAD: to = x W_h + bias_h for each head x of `first`; W_h [n, features].
-// APPLY: to = f(first + bias) weights scale second for n numbers, f being the `kind`.
+// APPLY: to = f(first + bias) * weights * scale * second for n numbers; the `kind` is the function f.
 // ADD: to = first + second for n numbers.
-// SCALE_HEADS: to = first second_h for each of `heads` parts of n numbers.
-// ROTATE: the pairs (x_2i, x_2i+1), i < n, of each head's `features` numbers, by the angles at `second`.
+// SCALE_HEADS: to = first * second_h for each of `heads` parts of n numbers.
+// ROTATE: rotates the pairs (x_2i, x_2i+1), i < n, of each head's `features` numbers by the angles at
+// `second`.
 // FEATURES: features of each head, see `map_features`.
 // MIXTURE: to = log-probabilities of n levels under a mixture of `heads` logistic distributions, whose
 // weights, means and logarithms of scales are at `first`.

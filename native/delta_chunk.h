@@ -1,14 +1,15 @@
 // The delta rule, one chunk of one head at a time. A token writes what its key does not yet retrieve: the
 // value minus what the key reads, times a rate. These corrections n take the place of the values, and all
 // else is linear attention without a divisor. For the rates r, the rows k_i, v_i of a chunk, the state S
-// before it, and b and D as in `linear_chunk.h`:
+// before the chunk, and b and D as in `linear_chunk.h`:
 //
 //     u_i = v_i - exp(b_i) S^T k_i - sum_{j < i} D_ij (k_i . k_j) n_j        n_i = r_i u_i
 //
-// The sum over j is a triangular system. It is solved a few rows at a time: a product with the rows that are
-// solved, then those few one by one. With similar keys and rates near 2 the corrections alternate in sign,
-// and the rounding of k_i . k_j, which is then the same for all pairs, adds up. So a chunk with a rate above
-// 1 is solved in double precision, which makes the forward pass slower by a quarter.
+// The sum over j is a triangular system. It is solved a few rows at a time: first a product with the rows
+// that are already solved, then these few rows one by one. With similar keys and rates near 2, the
+// corrections alternate in sign, and the rounding of k_i . k_j, which is then the same for all pairs, adds
+// up. So a chunk with a rate above 1 is solved in double precision, which makes the forward pass slower by a
+// quarter.
 #pragma once
 
 #include "linear_chunk.h"

@@ -1,6 +1,6 @@
 // Linear attention with a decay for every feature, backward. The letters are those of `gla_chunk.h`; dX is
-// the gradient of X. The states of a whole sequence would take more memory than its inputs, so a few are
-// kept, and those between two of them computed again.
+// the gradient of X. The states of a whole sequence would take more memory than its inputs, so only a few are
+// kept, and the states between them are computed again.
 //
 // For each sequence and key head:
 // 1. Compute the states and keep the one before each segment, transposed: S^T [values, features]. With rates,
@@ -10,9 +10,8 @@
 // 2. Compute the states before its chunks again.
 // For each of its chunks, from the last to the first, with dS after it:
 // 3. Read the inputs and dO, and compute K, W and dW = dO V^T below and on its diagonal.
-// 4. dV = W^T dO + K_C dS. With rates, solve for the gradients dv of the values and of the rates. Then the
-// keys
-//    are one more head of queries in all that follows, with dO = -dv.
+// 4. dV = W^T dO + K_C dS. With rates, solve for the gradients dv of the values and of the rates. In all
+//    steps that follow, the keys are then one more head of queries, with dO = -dv.
 // 5. dQ_i = F_i * (dO_i S^T) + sum_j dW_ij K_ij, and dF_i = Q_i * (dO_i S^T); dF_C also has the sums of the
 //    rows of S * dS.
 // 6. dK_C = V dS^T, and dK_ij += dW_ij Q_i. From the last token to the first they pass through the gates:
@@ -107,7 +106,7 @@ class Heads {
     }
     Int place_in_states() const { return (s_.index * x_.groups + group_) * x_.features * x_.values; }
 
-    // Solves for the corrections of all chunks, from state to state, which are where dS is later.
+    // Solves for the corrections of all chunks, from state to state. The states lie where dS is later.
     void correct(Int chunks) {
         for_heads([&] {
             for (Int r = 0; r < x_.features; ++r)
@@ -154,8 +153,8 @@ class Heads {
         corrections_.restore(keys_);
     }
 
-    // Requests the rows of the next head, which may be the first one of chunk `after`, in `calls` shares;
-    // those of dO and the queries only with `all`.
+    // Requests the rows of the next head, which may be the first one of chunk `after`, in `calls` shares. The
+    // rows of dO and of the queries are requested only with `all`.
     void prefetch(Int chunk, Int after, bool all, Int calls) {
         prefetcher_.clear();
         const Int group = group_ + 1 < last_ ? group_ + 1 : first_;
@@ -169,7 +168,7 @@ class Heads {
         prefetcher_.spread_over(calls);
     }
 
-    // The transposed state after a chunk from the one before.
+    // Computes the transposed state after a chunk from the transposed state before it.
     void advance(Int chunk, Rows from, Rows to) {
         read_keys(chunk);
         prefetch(chunk, chunk + 1, false, ceil_div(x_.values, TILE_ROWS));
@@ -225,7 +224,8 @@ class Heads {
                           });
     }
 
-    // From the gradients of the corrections to those of the values and rates; dO and dW of the reading keys.
+    // From the gradients of the corrections to those of the values and rates; also dO and dW of the keys that
+    // read.
     void solve_back(Int token) {
         float d_rates[GLA_CHUNK];
         corrections_.solve_back(keys_, queries_, d_values_, d_rates);

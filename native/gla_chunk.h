@@ -17,9 +17,9 @@ namespace UNROLLED_ISA {
 // whole keys.
 constexpr Int GLA_CHUNK = 8;
 
-// How the key heads of a sequence are divided into blocks of neighbours: as many as have their states, of
-// which each has a few, in the second-level cache: 2^17 floats or 512 KiB. There are no fewer blocks than
-// threads.
+// How the key heads of a sequence are divided into blocks of neighbouring heads. A head has `states` states;
+// a block has as many heads as have all their states in the second-level cache, 2^17 floats or 512 KiB.
+// Blocks are smaller if there would be fewer blocks than threads.
 struct GlaPlan {
     Int heads, blocks, threads;
 
@@ -67,7 +67,7 @@ class DecayedKeys {
             std::memset(at(i, i), 0, (size_t)gates.row * 4);
         }
         const Rows gate = gates, product = from_start,
-                   keys = keys_;  // members would be read after every store
+                   keys = keys_;  // copies: members would be read again after every store
         for (Int r = 0; r < gate.row; r += WIDTH) {
             Vec decay = broadcast(1), key[GLA_CHUNK];
 #pragma GCC unroll 8
@@ -124,7 +124,7 @@ class DecayedKeys {
 };
 
 // The queries of all heads that read a key head; the rows of query head p begin at p * GLA_CHUNK. With rates
-// there is one more, the last, for `DecayedCorrections`.
+// there is one more head, the last, for `DecayedCorrections`.
 class DecayedQueries {
   public:
     DecayedQueries(const Gla& x, Workspace& memory)

@@ -4,10 +4,10 @@
 //
 //     u_i = v_i - (F_i * k_i)^T S - sum_(j < i) A_ij n_j        A_ij = k_i . K_ij        n_i = r_i u_i
 //
-// So the keys read the state and the earlier corrections as queries do, and are kept as one more head of
-// queries, with weights A; only, a key does not read its own correction. With similar keys and rates near 2
-// the corrections alternate in sign and rounding adds up, so A and the corrections of a chunk are computed in
-// double precision, which is little work for so few tokens.
+// So the keys read the state and the earlier corrections as queries do. They are kept as one more head of
+// queries, with weights A, except that a key does not read its own correction. With similar keys and rates
+// near 2, the corrections alternate in sign and rounding adds up. So A and the corrections of a chunk are
+// computed in double precision, which is little work for so few tokens.
 #pragma once
 
 #include "gla_chunk.h"

@@ -1,7 +1,7 @@
 // Linear attention, backward: one pass forwards for the queries, one backwards for the keys, values and
-// gates. Scores are recomputed. The gradients of gates need the state before every chunk, which the first
-// pass keeps for them, as the delta rule does too; otherwise nothing is kept. With G = dO / den and the
-// letters of `linear_chunk.h`:
+// gates. Scores are recomputed. The gradients of gates and the delta rule need the state before every chunk,
+// which the first pass then keeps; otherwise nothing is kept. With G = dO / den and the letters of
+// `linear_chunk.h`:
 //
 // 1. Compute the states before the segments, where there are any (`linear_plan.h`).
 // Forwards, for each chunk and each query head:
@@ -12,7 +12,7 @@
 // 5. Through the state: dK = exp(b_C - b) (V dS^T + dz) and dV = exp(b_C - b) K dS.
 // 6. The gradients of the gates that act on the state.
 // For each query head, if causal:
-// 7. Inside the chunk: dK += dP^T Q and dV += P^T G with dP = D * (G V^T + dden), and the gates between.
+// 7. Inside the chunk: dK += dP^T Q and dV += P^T G with dP = D * (G V^T + dden), and the gates between them.
 // 8. Gradient of the state before the chunk: dS' = exp(b_C) dS + (exp(b) Q)^T G, dz' alike with dden.
 // And with the delta rule, whose corrections N take the place of V:
 // 9. From dN to dV and the gradients of the rates. The keys are queries too: they read the state and the
@@ -28,8 +28,8 @@
 namespace UNROLLED_ISA {
 namespace {
 
-// One state for every chunk of every sequence. A packed sequence may need one more than its tokens fill, as
-// it need not begin at a multiple of the chunk.
+// One state for every chunk of every sequence. A packed sequence need not begin at a multiple of the chunk,
+// so there is one state more for each sequence.
 Int saved_floats(const Linear& x) {
     const Int C = chunk_length(x);
     const Int slots = x.offsets ? x.keys / C + x.sequences : x.sequences * ceil_div(x.keys, C);
@@ -53,7 +53,7 @@ float* residual_row(const Linear& x, const LinearGradients& out, Int batch, Int 
 }
 
 // G = dO / den, padded to whole vectors. Dividing first keeps products of extreme inputs in range: keys of
-// 1e28 with gradients of 1e8 would overflow if it came last, and it is as fast.
+// 1e28 with gradients of 1e8 would overflow if the division came last. It is as fast.
 void read_gradient(const Linear& x, const LinearGradients& out, Int batch, Int token, Int head, float* g) {
     read_row(x.type, address(out.o, x.type, batch, token, head), x.values, g);
     if (!x.normalize) return;
@@ -157,7 +157,8 @@ class QueryGradients {
     float *read_, *d_divisors_;
 };
 
-// Adds the queries of a chunk and, to be written, their gradients; returns how often `compute` calls `issue`.
+// Adds the queries of a chunk, and with `write` also their gradients, to what a prefetcher requests; returns
+// how often `compute` calls `issue`.
 Int prefetch_queries(Prefetcher& prefetcher, const Linear& x, const LinearGradients& out, const Sequence& s,
                      HeadChunk i, bool write) {
     const Int token = s.first_query + i.token;
@@ -320,8 +321,8 @@ class KeyGradients {
     KeyChunk chunk;
 
   private:
-    // 5. dK = to_end (V dS^T + dz) and dV = to_end K dS. dK is the transpose of dS V^T, as it is smaller than
-    // dS, which would be transposed otherwise.
+    // 5. dK = to_end (V dS^T + dz) and dV = to_end K dS. V dS^T is computed as the transpose of dS V^T,
+    // because it is smaller than dS, which would have to be transposed otherwise.
     void compute_through_state(State gradient, Prefetcher& prefetcher) {
         const float* to_end = chunk.gates.to_end;
         transpose(chunk.n, x_.values, chunk.values.data, chunk.values.row, values_T_);

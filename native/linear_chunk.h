@@ -14,10 +14,10 @@
 
 namespace UNROLLED_ISA {
 
-// Tokens of a chunk, a multiple of every WIDTH. The state is read and written once per chunk, which a long
-// chunk saves. If causal, the scores inside a chunk cost more the longer it is: 13% of the multiply-adds of
-// the recurrence at 16 tokens and widths of 64. So it is short, unless the state exceeds the 16 KiB of 64 x
-// 64 floats and no longer fits into the first-level cache beside the rest.
+// Tokens of a chunk, a multiple of every WIDTH. The state is read and written once per chunk, so a long chunk
+// saves time. In causal attention, the scores inside a chunk cost more the longer the chunk is: 13% of the
+// multiply-adds of the recurrence at 16 tokens and widths of 64. So a causal chunk is short, unless the state
+// exceeds the 16 KiB of 64 x 64 floats and no longer fits into the first-level cache beside the rest.
 inline Int chunk_length(const Linear& x) {
     if (!x.causal) return 64;
     return x.features * x.values <= 64 * 64 ? 16 : 32;
@@ -174,8 +174,8 @@ struct KeyChunk {
         gates.read(s.batch, token, n, group);
     }
 
-    // S' = chunk_decay S + K^T (to_end V) and z' = chunk_decay z + K^T to_end. With gates it scales the
-    // values in place, which must be copies.
+    // S' = chunk_decay S + K^T (to_end V) and z' = chunk_decay z + K^T to_end. With gates, the values are
+    // scaled in place, so they must be copies.
     void update(State state, Prefetcher& prefetcher) const {
         if (gates.to_end) {
             for (Int j = 0; j < n; ++j) scale_row(values.data + j * values.row, x_.values, gates.to_end[j]);
@@ -185,7 +185,7 @@ struct KeyChunk {
         update_key_sum(state.k_sum, gates.to_end);
     }
 
-    // The same for the transposed state. With gates it scales the keys in place, which must be copies.
+    // The same for the transposed state. With gates, the keys are scaled in place, so they must be copies.
     void update_transposed(State state, Prefetcher& prefetcher) const {
         if (gates.to_end) {
             for (Int j = 0; j < n; ++j) scale_row(keys.data + j * keys.row, x_.features, gates.to_end[j]);

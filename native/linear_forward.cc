@@ -117,7 +117,8 @@ class Queries {
     Rows o_;
 };
 
-// Adds the queries and outputs of a chunk; returns how often `attend` calls `issue`.
+// Adds the queries and outputs of a chunk to what a prefetcher requests; returns how often `attend` calls
+// `issue`.
 Int prefetch_queries(Prefetcher& prefetcher, const Linear& x, const LinearOutputs& out, const Sequence& s,
                      HeadChunk i) {
     const Int token = s.first_query + i.token;

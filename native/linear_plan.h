@@ -104,8 +104,8 @@ struct HeadChunk {
     Int token, n, group;  // tokens count from the start of the sequence
 };
 
-// Calls `f(c)` for every chunk of the tokens [from, to) and each head of a task. Before it,
-// `prepare(prefetcher, next)` adds the rows of the following one, which `f` requests part by part.
+// Calls `f(c)` for every chunk of the tokens [from, to) and each head of a task. Before each call,
+// `prepare(prefetcher, next)` adds the rows of the next chunk and head, which `f` requests part by part.
 template <typename P, typename F>
 inline void for_chunks(const Linear& x, const LinearTask& task, Order order, Int from, Int to,
                        Prefetcher& prefetcher, P&& prepare, F&& f) {

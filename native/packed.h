@@ -1,7 +1,7 @@
 // Packed weights, and the rows of x that they are multiplied by.
 //
-// W [outputs, inputs] is cut into tiles of 64 outputs; outputs are filled up with zeros to a multiple of 64,
-// inputs to a multiple of 32. In a tile the numbers of one input (or of a pair, or of four) lie together for
+// W [outputs, inputs] is cut into tiles of 64 outputs; outputs are padded with zeros to a multiple of 64,
+// inputs to a multiple of 32. In a tile, the numbers of one input (or of a pair, or of four) lie together for
 // all 64 outputs, so that a product reads them in the order of memory, and sums nothing across lanes:
 //
 // FLOAT32_TILES: [tile][input][64] floats.
@@ -10,9 +10,9 @@
 // INT4_TILES: [tile][input / 32] groups of scales [64] in bfloat16, then [4][64][4] bytes: byte e of the p-th
 // of the four holds inputs 8 p + e in its low half and 8 p + 4 + e in its high half, each plus 8.
 //
-// For INT8_TILES a row of x is rounded to 16 bits relative to its largest number, for INT4_TILES to 8 bits
-// relative to the largest of each 32, for BFLOAT16_TILES to bfloat16 where the processor multiplies pairs of
-// such numbers (`packed_blocks.h`).
+// Rows of x are rounded too: for INT8_TILES to 16 bits relative to the largest number of the row, for
+// INT4_TILES to 8 bits relative to the largest of each 32 numbers, and for BFLOAT16_TILES to bfloat16 where
+// the processor multiplies pairs of such numbers (`packed_blocks.h`).
 #pragma once
 
 #include "rows.h"
@@ -35,10 +35,10 @@ inline Int tile_bytes(const Packed& w) {
 struct PackedRows {
     const float* x;  // as they are, or rounded and divided by their scale
     Int row;         // from one row to the next, in floats
-    // Parts of x / scale, as `multiplies_bytes` wants them, or on the matrix unit; bfloat16 numbers in
-    // `high`.
+    // Parts of x / scale for products of bytes, or parts of x for the matrix unit; x in bfloat16, for
+    // products of pairs, lies in `high`.
     const uint8_t *high, *low;
-    Int bytes;            // from one row to the next of those
+    Int bytes;            // from one row of these parts to the next
     const float* scales;  // INT8_TILES: one per row. INT4_TILES: one per group
     const int32_t* sums;  // INT4_TILES: 8 times the sum of each group of rounded numbers
 

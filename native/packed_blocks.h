@@ -1,10 +1,10 @@
 // Products of rows of x by packed weights in fp32, and by weights in bfloat16 on processors that multiply
-// pairs of such numbers (AVX-512 BF16). There rows of x are rounded to bfloat16 too, which doubles the speed
-// of several rows.
+// pairs of such numbers (AVX-512 BF16). There, rows of x are rounded to bfloat16 too, which doubles the speed
+// for several rows.
 //
-// For several rows a tile is cut into blocks of inputs that stay in the first-level cache for all of them.
-// Meanwhile the next block is requested. A single row meets two tiles at once where there are registers for
-// it: the sums of one tile would wait for each other, and two streams are read faster than one.
+// For several rows, a tile is cut into blocks of inputs that stay in the first-level cache for all rows.
+// Meanwhile the next block is requested. A single row is multiplied by two tiles at once where there are
+// enough registers: the sums of one tile would wait for each other, and two streams are read faster than one.
 #pragma once
 
 #include <type_traits>
@@ -90,7 +90,8 @@ void multiply_float32(const Block& block, const float* x, Int x_row, const TileO
     }
 }
 
-// Whether the processor multiplies pairs. One with a matrix unit does not round many rows, so neither few.
+// Whether pairs of bfloat16 numbers are multiplied. With a matrix unit they are not: it does not round x for
+// many rows, so x is not rounded for few rows either.
 inline bool multiplies_bfloat16_pairs() {
 #if defined(UNROLLED_BFLOAT16_PAIRS)
     static const bool available = __builtin_cpu_supports("avx512bf16") && !amx_available();

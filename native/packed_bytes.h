@@ -1,8 +1,8 @@
 // Products by packed weights in 8 and 4 bits on processors that multiply small integers:
 //
-// AVX-512 VNNI: sums of four products of bytes, of which one has no sign.
-// Arm's dot products: the same, both with a sign.
-// AVX2: sums of two products of 16-bit numbers; of bytes, whose sum must fit into 16 bits, for INT4_TILES.
+// AVX-512 VNNI: sums of four products of an unsigned and a signed byte.
+// Arm's dot products: sums of four products of two signed bytes.
+// AVX2: sums of two products of 16-bit numbers; for INT4_TILES, of bytes, whose sums must fit into 16 bits.
 #pragma once
 
 #include "tile_output.h"
@@ -26,7 +26,7 @@
 
 namespace UNROLLED_ISA {
 
-// Whether the processor does so; if not, the rounded numbers are multiplied as floats.
+// Whether the processor multiplies small integers; if not, the rounded numbers are multiplied as floats.
 inline bool multiplies_bytes() {
 #if defined(__AVX512F__)
     return __builtin_cpu_supports("avx512vnni");
@@ -66,7 +66,7 @@ inline IntVec repeat_word(const void* at) {
 }
 
 #if defined(__AVX512F__)
-// Adds to each lane the products of its four bytes, those of `left` without sign.
+// Adds to each lane the products of its four bytes; those of `left` are unsigned.
 UNROLLED_BYTES inline IntVec add_four(IntVec sums, IntVec left, IntVec right) {
     return (IntVec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)left, (__m512i)right);
 }
@@ -81,8 +81,8 @@ inline IntVec add_two(IntVec sums, IntVec left, IntVec right) {
 }
 #endif
 
-// For INT4_TILES: adds the products of bytes, those of `left` from 0 to 15, those of `right` with a sign. On
-// AVX2 a lane holds two sums of 16 bits, enough for a group.
+// For INT4_TILES: adds the products of bytes, those of `left` from 0 to 15, those of `right` signed. On AVX2,
+// a lane holds two sums of 16 bits, which is enough for a group.
 UNROLLED_BYTES inline IntVec add_small(IntVec sums, IntVec left, IntVec right) {
 #if defined(__AVX512F__) || defined(__aarch64__)
     return add_four(sums, left, right);
@@ -91,7 +91,8 @@ UNROLLED_BYTES inline IntVec add_small(IntVec sums, IntVec left, IntVec right) {
 #endif
 }
 
-// The sum of a group, 8 times the sum of its numbers taken off, begins and ends with these.
+// How the sum of a group begins and ends: 8 times the sum of the group's numbers of x is subtracted, at the
+// beginning or at the end.
 #if defined(__AVX512F__) || defined(__aarch64__)
 inline IntVec begin_group(int32_t taken) { return IntVec{} - taken; }
 inline IntVec end_group(IntVec sums, int32_t) { return sums; }
@@ -102,9 +103,10 @@ inline IntVec end_group(IntVec sums, int32_t taken) {
 }
 #endif
 
-// The whole numbers x[begin, end) as they are multiplied: for INT4_TILES as bytes in `high`, for INT8_TILES
-// in two bytes, or in the space of both as numbers of 16 bits. In each four of these, the second and third
-// change places, since the weights of even and of odd inputs are widened together.
+// Writes the whole numbers x[begin, end) as they are multiplied: for INT4_TILES as bytes in `high`; for
+// INT8_TILES as two bytes in `high` and `low`, or as numbers of 16 bits in the space of both. In each four of
+// the latter, the second and third change places, since the weights of even and of odd inputs are widened
+// together.
 inline void split_row(const float* x, Int begin, Int end, Int packing, uint8_t* high,
                       [[maybe_unused]] uint8_t* low) {
     for (Int i = begin; i < end; i += WIDTH) {
@@ -124,8 +126,8 @@ inline void split_row(const float* x, Int begin, Int end, Int packing, uint8_t* 
 }
 
 #if defined(__AVX512F__) || defined(__aarch64__)
-// W (x / scale), given the products of W and the two bytes, and W 1. On AVX-512 x / scale + 2^15 = 256 high +
-// low; on Arm x / scale = 256 high + low + 128.
+// W (x / scale), given the products of W with the two bytes, and the sums W 1 in `all`. On AVX-512,
+// x / scale + 2^15 = 256 high + low; on Arm, x / scale = 256 high + low + 128.
 inline Vec whole_numbers(IntVec high, IntVec low, IntVec all) {
 #if defined(__AVX512F__)
     high -= all << 7;

@@ -1,12 +1,14 @@
-// y = x W^T + b for packed weights. For one row of x that takes the time of reading them from memory. Several
-// rows are multiplied by a tile while it is in the cache, a few at a time, whose sums are in registers.
+// y = x W^T + b for packed weights. For one row of x, this takes as long as reading the weights from memory.
+// Several rows are multiplied by a tile while it is in the cache, a few at a time, with their sums in
+// registers.
 #pragma once
 
 #include "row_packer.h"
 
 namespace UNROLLED_ISA {
 
-// Multiplies weights of several inputs in each lane: `expand(word, e)` is the e-th of them as floats.
+// Multiplies by words that hold the weights of several inputs: `expand(word, e)` is the e-th of them as
+// floats.
 template <int ROWS, int PER_LANE, typename Expand>
 __attribute__((always_inline)) inline void multiply_words(const uint32_t* w, Int words, const float* x,
                                                           Int x_row, Int i, Vec (*sums)[vecs_for(ROWS)],

@@ -17,7 +17,8 @@ constexpr Int PARALLEL_MULTIPLY_ADDS = 1 << 20;
 constexpr Int PARALLEL_STATE_FLOATS = 1 << 18;
 constexpr Int WEIGHTS_PER_THREAD = 1 << 16;
 
-// Threads for attention over whole sequences; a double, since the product of all sizes may exceed 64 bits.
+// Threads for attention over whole sequences. `multiply_adds` is a double, since the product of all sizes may
+// exceed 64 bits.
 inline Int threads_for(double multiply_adds, Int threads) {
     return multiply_adds < PARALLEL_MULTIPLY_ADDS ? 1 : threads;
 }

@@ -28,7 +28,7 @@ class Prefetcher {
         lines_ += n * ((bytes + LINE - 1) / LINE);
     }
 
-    // Sets in how many calls of `issue` all lines are requested.
+    // Sets the number of calls of `issue` in which all lines are requested.
     void spread_over(int64_t calls) { lines_per_call_ = calls > 0 ? (lines_ + calls - 1) / calls : lines_; }
 
     // Requests the next share.

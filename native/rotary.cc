@@ -1,12 +1,12 @@
-// Rotary positions. It is bound by memory, so everything between reading and writing a row is in single
-// precision, whatever the type of the tensor.
+// Rotary positions. The kernel is bound by memory, so everything between reading and writing a row is in
+// single precision, whatever the type of the tensor.
 #include "kernels.h"
 #include "rows.h"
 
 namespace UNROLLED_ISA {
 namespace {
 
-constexpr Int TOKENS = 64;  // of a task
+constexpr Int TOKENS = 64;  // tokens of a task
 
 typedef uint64_t PairVec __attribute__((vector_size(WIDTH * 4)));
 
@@ -43,7 +43,7 @@ Status turn(const Rotary& x, Int row, Int from, Int to) {
                 const Vec pairs = load(in + i);
                 store(out + i, pairs * load(own + i) + swap_pairs(pairs) * load(others + i));
             }
-            // Not by a factor of 0, which would make NaN of infinity.
+            // The rest is copied: products with a factor of 0 would turn an infinity into NaN.
             std::memcpy(out + turned, in + turned, (size_t)(x.width - turned) * 4);
             write_row<type>(out, x.width, y);
         }

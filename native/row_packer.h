@@ -11,7 +11,7 @@ class RowPacker {
   public:
     // For products of up to `rows` rows of `inputs` floats.
     RowPacker(Int rows, Int inputs, Workspace& memory) {
-        row_ = ceil_div(inputs, GROUP) * GROUP + TILE;  // apart, so that rows do not compete for cache sets
+        row_ = ceil_div(inputs, GROUP) * GROUP + TILE;  // spaced so that rows do not compete for cache sets
         padded_ = memory.floats(rows * row_);
         bytes_ = (uint8_t*)memory.floats(rows * row_ / 2);
         scales_ = memory.floats(rows * ceil_div(inputs, GROUP));
@@ -44,7 +44,7 @@ class RowPacker {
     }
 
   private:
-    // x as sums of two bfloat16 numbers, whose bytes lie in `high` and `low`.
+    // Splits x into sums of two bfloat16 numbers, whose bytes lie in `high` and `low`.
     PackedRows halve(const float* x, Int x_row, Int rows, Int n, Int whole) {
         for (Int r = 0; r < rows; ++r) {
             uint16_t *high = (uint16_t*)(padded_ + r * row_), *low = high + row_;

@@ -161,8 +161,8 @@ inline void for_heads(const Problem& x, Int group, F&& f) {
     for (Int h = group * per_group; h < (group + 1) * per_group; ++h) f(h);
 }
 
-// A divisor of smaller magnitude means that there is nothing to attend to: the output is 0 then, whatever the
-// numerator. NaN passes, and stays NaN.
+// Whether a divisor is large enough to divide by. If not, there is nothing to attend to, and the output is 0,
+// whatever the numerator. NaN passes, and stays NaN.
 inline bool divisible(float divisor) { return !(__builtin_fabsf(divisor) < __FLT_MIN__ / __FLT_EPSILON__); }
 
 inline void divide_row(float* row, Int n, float divisor) {

@@ -1,7 +1,7 @@
 // Vectors of floats as wide as the instruction set that this file is compiled for, by the vector extensions
-// that GCC and Clang share. All that depends on the instruction set is in a namespace of its own, and uses no
-// template of the C++ standard library: the linker would merge its copies, and might keep one that this
-// machine cannot run.
+// that GCC and Clang share. All code that depends on the instruction set is in a namespace of its own. It
+// uses no template of the C++ standard library: the linker would merge the copies of such a template, and
+// might keep one that this machine cannot run.
 #pragma once
 
 #include <cstdint>

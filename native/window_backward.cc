@@ -1,6 +1,6 @@
 // Sliding-window attention, backward, in one pass over the queries. Each score is computed once and
-// contributes to dQ, dK and dV, unless the keys of a block are more than MAX_KEYS: delta must be complete
-// before dS, so that their scores are computed twice.
+// contributes to dQ, dK and dV. But if a block has more than MAX_KEYS keys, its scores are computed twice,
+// since delta must be complete before dS.
 //
 // For each block of queries of a task:
 // 1. Slide the buffer of keys and values to those that the block reads, and write the gradients of the keys

@@ -1,6 +1,6 @@
 // Scratch memory of one task of a kernel. If an allocation fails, the kernel returns OUT_OF_MEMORY, which
-// becomes a MemoryError in Python. Kernels never throw, since no exception may leave a thread of OpenMP, nor
-// abort.
+// becomes a MemoryError in Python. Kernels never abort, and never throw, since no exception may leave a
+// thread of OpenMP.
 #pragma once
 
 #include <cstdlib>

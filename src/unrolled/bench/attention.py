@@ -15,9 +15,9 @@ HEADS, WIDTH = 8, 64
 COMPARE_ALL_UP_TO = 4096  # tokens; beyond, the first and the last head are compared
 RESULTS = ("o", "dq", "dk", "dv")
 DEVICES = {"native": "cpu", "triton": "cuda", "flex": "cuda"}
-"""The devices of our backends; those that are not listed run on all."""
+"""The device of each of our backends; backends that are not listed run on all devices."""
 PASSES = ((False, "", "forward"), (True, "-training", "forward and backward"))
-"""For the cases that exist without gradients and with them: suffix of the name, and description."""
+"""For cases that exist without and with gradients: gradients, suffix of the name, and description."""
 
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
 
 
 def random_inputs(length: int, settings: Settings) -> Inputs:
-    """Draw inputs: features elu(x) + 1 of normal numbers, values and output gradients normal."""
+    """Draw inputs: q and k are features elu(x) + 1 of normal numbers x; v and grad_o are normal."""
     generator = torch.Generator().manual_seed(length)
     q, k, v, grad_o = (torch.randn(1, length, HEADS, WIDTH, generator=generator) for _ in range(4))
     positive = torch.nn.functional.elu
@@ -144,7 +144,7 @@ def define(
 ) -> Definition:
     """Define attention of `inputs`, with the options of `definitions.attention`.
 
-    Computing it in fp64 takes quadratic time, so for long sequences it covers only the first and last head.
+    The definition in fp64 takes quadratic time, so for long sequences it covers only the first and last head.
     """
     length = inputs.q.shape[1]
     function = "softmax" if softmax else "linear" if normalize else "linear, not normalised"

@@ -31,7 +31,7 @@ class Settings:
         device: where the operations run.
         threads: CPU threads of every contender that does not set its own number.
         seconds: the budget of one case at one size, shared by its contenders.
-        lengths: instead of the sizes of a case that are sequence lengths.
+        lengths: sequence lengths, which replace the sizes of a case if these are sequence lengths.
         quick: tiny sizes, to test the benchmark.
         only: the contenders whose names contain one of these words; all if empty.
     """
@@ -49,8 +49,8 @@ class Definition:
     """The function that a contender must compute: its results in fp64, and the work it needs.
 
     Attributes:
-        compute: the results, by code shared with no contender.
-        names: of the results.
+        compute: computes the results, by code that no contender shares.
+        names: the names of the results.
         tolerance: the largest error of a correct contender, relative to the largest number of each result; or
             a function that measures it.
         flops: additions, multiplications, divisions and exponentials that the function needs.
@@ -123,7 +123,7 @@ class Case:
 
     Attributes:
         name: its name on the command line.
-        about: one sentence.
+        about: its description, in one sentence.
         axis: name of the size; "N" is a sequence length.
         sizes, quick: the sizes to measure, and those for the setting `quick`.
         problem: makes the problem of a size.

@@ -23,7 +23,7 @@ def find(name: str) -> Case:
     """Return a case.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: there is no case of this name.
     """
     if name not in CASES:
         raise ValueError(f"there is no case {name!r}; the cases are {', '.join(CASES)}")

@@ -25,7 +25,8 @@ class Settings:
         spread: standard deviation of the numbers in queries and keys: the sharper softmax is, the harder it
             is to approximate.
         batch: number of sequences.
-        seconds: the time that all layers share at one length, for each of forward and forward with backward.
+        seconds: the time that all layers share at one length, once for the forward pass, and once for the
+            forward and backward pass.
         options: further arguments by the name of the mechanism.
     """
 
@@ -47,7 +48,7 @@ class Row:
         mechanism, length: the mechanism that was measured, and the number of tokens.
         error: |y - y*| / |y*| over all numbers of the output y; y* is the output of the other mechanism with
             the same projections. None where the projections have other shapes.
-        forward, training: median seconds without gradients, and with those of the input and all weights.
+        forward, training: median seconds without gradients, and with the gradients of input and weights.
         memory: peak bytes of the tensors of a training pass.
         refused: why nothing was measured.
     """

@@ -1,4 +1,4 @@
-"""Cases of generation: a step of a decoder, by its layers, plans and others; and tokens drawn by plans."""
+"""Cases of generation: steps of a decoder by layers, plans and other libraries, and tokens drawn by plans."""
 
 import tempfile
 from collections.abc import Callable, Mapping
@@ -30,8 +30,8 @@ from unrolled.models import Decoder
 from unrolled.ops.state import nbytes
 
 STEPS = 64
-# Largest error, relative to the largest logit, where the inputs of a matrix are rounded too: with int8 to 16
-# bits, by the others to 8, with bf16 on some processors only.
+# Largest error, relative to the largest logit, of forms in which the inputs of a matrix are rounded too: with
+# int8 to 16 bits, with the others to 8 bits, and with bf16 on some processors only.
 TOLERANCES = {"bf16": 2e-2, "int8": 2e-3, "int4": 0.2, "ONNX Runtime int8": 0.2}
 
 Step = Callable[[Tensor, Any], tuple[Tensor, Any]]
@@ -163,7 +163,7 @@ def _rounded_logits(model: Decoder, weights: Weights, tokens: Tensor) -> list[Te
 
 
 def _remark(model: Decoder, settings: Settings, medians: Mapping[str, float]) -> str:
-    """Compare plans with only reading the bytes of their weights."""
+    """Compare the times of plans with the times of only reading their weights."""
     parts = []
     for weights in PACKINGS:
         if (median := medians.get(_name(weights))) is not None:
@@ -185,6 +185,6 @@ CASES = [
     Case(
         "drawing", f"A token drawn from {DECODER}, with top-k and top-p.", "batch", (1, 16), (1, 2), drawing
     ),
-    Case("wide-step", "The step of one sequence, wider.", "d_model", (512,), (32,), _one_row(step)),
-    Case("wide-drawing", "The token, wider.", "d_model", (512,), (32,), _one_row(drawing)),
+    Case("wide-step", "`step` for one sequence, wider.", "d_model", (512,), (32,), _one_row(step)),
+    Case("wide-drawing", "`drawing` for one sequence, wider.", "d_model", (512,), (32,), _one_row(drawing)),
 ]

@@ -28,7 +28,7 @@ def draw(report: Report, case: str, axis: str) -> dict[str, bytes]:
 def _draw(
     rows: Sequence[Row], title: str, cost: Cost, best: Cost, tick: Callable[[float], str]
 ) -> bytes | None:
-    """Draw the cost, with the exponents of the best that was seen, which a busy machine disturbs least."""
+    """Draw the cost; exponents are fitted to the best costs seen, which a busy machine disturbs least."""
     lines, strong = [], set()
     for name in dict.fromkeys(row.contender for row in rows):
         its = [row for row in rows if row.contender == name and cost(row) and best(row)]

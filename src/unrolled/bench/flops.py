@@ -1,7 +1,8 @@
 """How many operations a function needs, independent of its implementation.
 
-An operation is one addition, multiplication, division or exponential; a sum of n terms has n, as it starts
-from 0. Not counted: recomputation to save memory, masked entries, the maximum that keeps a softmax in range.
+An operation is one addition, multiplication, division or exponential. A sum of n terms has n additions, as it
+starts from 0. Not counted: recomputation to save memory, masked entries, the maximum that keeps a softmax in
+range.
 So an implementation cannot raise its share of the machine's limit by doing redundant work.
 """
 
@@ -9,15 +10,16 @@ So an implementation cannot raise its share of the machine's limit by doing redu
 def linear_attention(length: int, width: int, values: int, *, normalize: bool = True) -> int:
     """Causal linear attention of one head, as its recurrence does it (arXiv 2006.16236, eq. 18-20).
 
-    Per token S += k v^T and q^T S take 2 width * values each; z += k, q . z and the quotient the rest.
+    Per token, S += k v^T and q^T S take 2 width * values each; z += k, q . z and the quotient take the rest.
     """
     return length * (4 * width * values + normalize * (3 * width + values))
 
 
 def linear_attention_gradient(length: int, width: int, values: int) -> int:
-    """The gradients of `linear_attention` from its states, eq. 13-15 of the same paper and the quotient's.
+    """The gradients of `linear_attention` from its states, as in eq. 13-15 of the same paper.
 
-    dq = S g + z d, dS += q g^T, dz += d q, dk = dS v + dz, dv = dS^T k; g and d belong to q^T S and q . z.
+    dq = S g + z d, dS += q g^T, dz += d q, dk = dS v + dz, dv = dS^T k, and the gradients of the quotient; g
+    and d are the gradients of q^T S and q . z.
     """
     return length * (8 * width * values + 5 * width + 3 * values + 1)
 
@@ -25,8 +27,8 @@ def linear_attention_gradient(length: int, width: int, values: int) -> int:
 def delta_rule(length: int, width: int, values: int) -> int:
     """The delta rule of one head with gates, as its recurrence does it (arXiv 2510.26692, eq. 1).
 
-    Per token S <- diag(a) S takes width * values; u = v - S^T k, S += k n^T and q^T S take 2 width * values
-    each; v - ... and n = b u the rest.
+    Per token, S <- diag(a) S takes width * values; the products of u = v - S^T k, S += k n^T and q^T S take
+    2 width * values each; the difference in u and n = b u take the rest.
     """
     return length * (7 * width * values + 2 * values)
 
@@ -35,7 +37,8 @@ def delta_rule_gradient(length: int, width: int, values: int) -> int:
     """The gradients of `delta_rule` from its states, and u and n.
 
     dq = S g, dS += q g^T, dn = dS^T k, dk = dS n, then with du = b dn and the state S before n was written
-    dk -= S du, dS -= k du^T: 2 width * values each. da = sum(dS * S) takes as much, dS <- diag(a) dS half.
+    dk -= S du, dS -= k du^T: 2 width * values each. da = sum(dS * S) takes as much, dS <- diag(a) dS half as
+    much.
     """
     return length * (15 * width * values + 2 * width + 3 * values)
 

@@ -60,7 +60,7 @@ def problem(length: int, settings: Settings, *, gradients: bool) -> Problem:
 
 
 def random_gates(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Draw logarithms of gates close to 0 for every feature, and take those of the first for every head."""
+    """Draw logarithms close to 0 for the gates of features; a head's gates are those of its first feature."""
     noise = torch.randn(inputs.k.shape, generator=torch.Generator().manual_seed(0)).to(inputs.k.device)
     gates = logsigmoid(noise) / 16
     return gates, gates[..., 0].contiguous()
@@ -104,7 +104,7 @@ def define(
     names: Sequence[str],
     operations: int,
 ) -> Definition:
-    """Define the results by a function that computes token by token, in so many operations per head."""
+    """Define the results by a function that computes token by token; `operations` counts those of a head."""
     length, heads = grad_o.shape[1], list(COMPARED)
 
     def compared(x: Tensor) -> Tensor:

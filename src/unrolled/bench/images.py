@@ -21,9 +21,9 @@ from unrolled.models import Decoder
 from unrolled.ops.state import map_tensors
 
 BATCH = 16
-STEPS = 4  # of a run at each position, so that not every one follows another contender's
-RUNS = 8  # after which the states start anew, so that positions stay what they are
-LAYERS = {784: 8, 3072: 16}  # of the paper's models for MNIST and CIFAR-10
+STEPS = 4  # steps of a run at each position, so that most follow a step of the same contender
+RUNS = 8  # runs after which the states start anew, so that they stay near their positions
+LAYERS = {784: 8, 3072: 16}  # layers of the paper's models for MNIST and CIFAR-10
 
 
 def images(levels: int, settings: Settings) -> Problem:
@@ -39,7 +39,7 @@ def images(levels: int, settings: Settings) -> Problem:
 
 
 def recomputed(levels: int, settings: Settings) -> Problem:
-    """Draw levels of `BATCH` images by softmax attention, computing all anew for each."""
+    """Draw levels of `BATCH` images by softmax attention, computing everything again for each level."""
     positions, model = _positions(levels), _decoder("softmax", levels, settings)
     prepare = partial(_recomputing, model, positions)
     contenders = [Contender("unrolled softmax, not cached", prepare, "softmax", ours=True)]
@@ -82,7 +82,7 @@ def _stepping(model: Decoder, positions: list[int]) -> Callable[[], list[Tensor]
 
 
 def _recomputing(model: Decoder, positions: list[int]) -> Callable[[], list[Tensor]]:
-    """Compute all again for each level."""
+    """Compute everything again for each level."""
     tokens = measure.random_tokens(model, positions[-1] + 1, BATCH)
 
     @torch.inference_mode()
@@ -114,7 +114,7 @@ CASES = [
     Case("images", f"A level of an image, {ABOUT}.", "levels", tuple(LAYERS), (12, 20), images),
     Case(
         "images-recomputed",
-        f"The same without a cache: all is computed anew for each level, {ABOUT}.",
+        f"The same without a cache: everything is computed again for each level, {ABOUT}.",
         "levels",
         tuple(LAYERS),
         (12, 20),

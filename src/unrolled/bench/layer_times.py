@@ -31,13 +31,13 @@ class Convolutions(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B,n,d]` to the same."""
+        """`[B,n,d]` -> `[B,n,d]`."""
         y: Tensor = self.layers(x.mT)
         return y.mT
 
 
 class LSTM(nn.LSTM):
-    """An LSTM without its state, `[B,n,d]` to the same."""
+    """An LSTM that returns no state, `[B,n,d]` -> `[B,n,d]`."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Run over the tokens."""

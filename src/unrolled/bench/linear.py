@@ -1,4 +1,4 @@
-"""Cases of causal normalised linear attention, forward and with gradients, against everything there is."""
+"""Cases of causal normalised linear attention, forward and with gradients, against other libraries."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""llama.cpp as a peer of generation: RWKV-7 of the size of our decoder, by its package for Python."""
+"""llama.cpp as a peer of generation: RWKV-7 of the size of our decoder, through its Python package."""
 
 import ctypes
 import tempfile
@@ -14,23 +14,23 @@ from torch import Tensor
 from unrolled.bench import rwkv
 from unrolled.bench.case import MissingError, NotMeasuredError
 
-HEAD = 64  # numbers that its recurrence takes at once
+HEAD = 64  # numbers that its recurrence processes at once
 TOLERANCES = {"fp32": 1e-4, "Q8_0": 0.5}
 """Forms of the weights, and the largest error of each, relative to the largest logit. With Q8_0, inputs of
 matrices are rounded to 8 bits too, and random weights are the worst case."""
 
 
 def steps(shape: rwkv.Shape, form: str, tokens: Tensor, threads: int) -> Callable[[], list[Tensor]]:
-    """Return the function that reads tokens `[B,T]`, one of each row at a time, from an empty state.
+    """Return a function that reads tokens `[B,T]`, one of each row at a time, from an empty state.
 
     Args:
-        shape: of the model.
-        form: of its weights, in `TOLERANCES`.
-        tokens: to read.
-        threads: of the CPU.
+        shape: the sizes of the model.
+        form: the form of its weights, in `TOLERANCES`.
+        tokens: the tokens to read.
+        threads: number of CPU threads.
 
     Raises:
-        MissingError: the packages are not there, or do not run the model.
+        MissingError: the packages are not installed, or cannot run the model.
         NotMeasuredError: its heads have a width that llama.cpp does not check.
     """
     try:
@@ -82,7 +82,8 @@ def _loaded(llama_cpp: Any, folder: Path, shape: rwkv.Shape, form: str) -> Any:
             raise MissingError(f"llama.cpp does not quantise the model to {form}")
         path = quantised
     options = llama_cpp.llama_model_default_params()
-    # Its products on Intel's matrix unit crash; Q8_0 has no other weights in a layout of their own.
+    # llama.cpp crashes in products on Intel's matrix unit, which need weights in a layout of their own. This
+    # switches such layouts off; Q8_0 has no others.
     options.use_mmap = options.use_extra_bufts = False
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), options)
     if not model:

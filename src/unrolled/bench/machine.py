@@ -26,7 +26,7 @@ class Limits:
     """The machine's own limits with the chosen number of threads.
 
     Attributes:
-        flops: operations per second of a register-tiled loop of multiply-adds, or None.
+        flops: operations per second of a loop of multiply-adds in registers, or None.
         flops_missing: why `flops` is None.
         copying: bytes per second, read and written, of copying memory.
         reading: bytes per second of a sum, which only reads.

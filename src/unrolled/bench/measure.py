@@ -51,12 +51,12 @@ def linear_and_softmax(
 ) -> dict[str, list[Cost]]:
     """Measure linear attention, softmax with a cache and softmax without one, for untrained decoders.
 
-    All on one thread.
+    All of them run on one thread.
 
     Args:
-        shape: fields of `DecoderConfig`, the same for all; positions must not be learned ones.
-        positions: where to measure the two that step.
-        recompute_positions: where to measure the third, "softmax_recompute".
+        shape: fields of `DecoderConfig`, the same for all; its `positions` must not be learned.
+        positions: where to measure "linear" and "softmax_cache".
+        recompute_positions: where to measure "softmax_recompute".
         repeats: as for `cost_per_token`.
         on_run: as for `cost_per_token`.
     """
@@ -70,15 +70,15 @@ def linear_and_softmax(
 
 
 def stepping(model: Any, begin: Callable[[], Any] | None = None) -> Contender:
-    """Decode one sequence as a recurrence, every repeat from the same state, whose bytes are counted.
+    """Decode one sequence as a recurrence; every repeat starts from the same state, whose bytes are counted.
 
     Args:
-        model: has `init_state`, `prefill` and `step`. A plan runs it, if there can be one.
-        begin: gives the state before the first token, of the model itself, which then runs; by default
-            `init_state(1)`.
+        model: a model with `init_state`, `prefill` and `step`. A plan runs it if possible.
+        begin: returns the model's state before the first token; the model itself then runs, without a plan.
+            By default, the state is `init_state(1)`.
     """
     runner = model if begin else planned(model)
-    # A step of a plan copies the state, which a loop that needs it once does not.
+    # By default, a step of a plan copies the state, which a loop that needs each state once can avoid.
     options = {"in_place": True} if isinstance(runner, Plan) else {}
 
     def prepare(position: int) -> Task:
@@ -97,7 +97,7 @@ def stepping(model: Any, begin: Callable[[], Any] | None = None) -> Contender:
 
 
 def planned(model: Any) -> Any:
-    """Return a plan of the model, or the model where there can be none."""
+    """Return a plan of the model, or the model itself if a plan cannot run it."""
     try:
         return plan(model)
     except UnsupportedError:

@@ -23,7 +23,7 @@ D_MODEL, N_HEADS = 128, 4
 QUADRATIC, LONGEST = ("similarity", "topk"), 4096  # beyond, they need gigabytes or minutes
 OPTIONS: dict[str, dict[str, Any]] = {
     "aft": {"position_bias": "local"}
-}  # whose default is quadratic in memory
+}  # AFT's default is quadratic in memory
 WINDOWED = {  # the option that sets how many tokens a mechanism reads around a query
     "window": "window",
     "longformer": "window",
@@ -81,8 +81,8 @@ def problem(
 def rounding(exact: Sequence[Tensor], make: Callable[[], nn.Module], x: Tensor) -> float:
     """Bound the rounding error of `exact`: that of the sums in a layer, and that of its inputs and weights.
 
-    The second depends on the conditioning of the mechanism. So it is measured: every input and weight of the
-    fp64 layer is perturbed by one unit roundoff of fp32.
+    The error from inputs and weights depends on the conditioning of the mechanism, so it is measured: every
+    input and weight of the fp64 layer is perturbed by one unit roundoff of fp32.
     """
     unit, generator = torch.finfo(torch.float32).eps / 2, torch.Generator().manual_seed(1)
 

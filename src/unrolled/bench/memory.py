@@ -1,7 +1,7 @@
 """Peak memory of a contender, in a separate process: python -m unrolled.bench.memory QUESTION
 
 It is the maximum memory of the process during the job, minus its memory just before: outputs are counted,
-inputs and weights are not. On CUDA, the same for the memory that torch allocated.
+inputs and weights are not. On CUDA, it is the same difference for the memory that torch allocated.
 """
 
 import gc

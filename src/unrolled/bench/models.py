@@ -18,12 +18,12 @@ SHAPE: dict[str, Any] = {
     "n_layers": 8,
     "n_heads": 8,
     "d_ff": 1024,
-    "norm": "post",  # as in the authors' library, so that it can run the same weights
+    "norm": "post",  # as in pytorch-fast-transformers, so that it can run the same weights
     "positions": "none",
 }
-TINY = {"vocab_size": 8, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 32}  # of a quick run
+TINY = {"vocab_size": 8, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 32}  # for a quick run
 STEPS = 64
-ROUNDINGS = 4  # of a layer, one after the other: attention, feed-forward and two norms
+ROUNDINGS = 4  # parts of a layer that round one after the other: attention, feed-forward and two norms
 
 
 def position(length: int, settings: Settings) -> Problem:
@@ -132,7 +132,7 @@ def doubled(model: Decoder) -> dict[str, Tensor]:
 
 
 def run_definition(model: Decoder, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-    """Compute the logits with these weights, by code of its own."""
+    """Compute the logits with these weights by the definition, which shares no code with the model."""
     config = model.config
     softmax = config.attention == "softmax"
     return definitions.decoder(weights, tokens, config.n_layers, config.n_heads, softmax)
@@ -145,7 +145,7 @@ def exact_logits(model: Decoder, tokens: Tensor) -> list[Tensor]:
 
 
 def rounding_bound(model: Decoder, length: int) -> float:
-    """Bound the error of fp32 after so many tokens."""
+    """Bound the error of fp32 after `length` tokens."""
     config = model.config
     return tolerance(torch.float32, (length + config.ff_width) * ROUNDINGS * config.n_layers)
 

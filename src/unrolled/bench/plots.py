@@ -41,7 +41,7 @@ DARK = Theme("#15191e", "#d8dee6", "#3a434d", ("#56b4e9", "#e69f00", "#a9b4bf"))
 
 
 MANY = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5f6b76", "#b3a400")
-"""More series, again of Okabe and Ito."""
+"""Colours for more series, also of Okabe and Ito."""
 
 
 class Line(NamedTuple):
@@ -124,7 +124,7 @@ def points(
     names: Sequence[str],
     columns: Mapping[str, Sequence[tuple[float, float | None] | None]],
 ) -> Figure:
-    """Draw values with their standard errors above the names of columns, in a column one for each of `names`.
+    """Draw values with their standard errors; each column has one value for each of `names`.
 
     An error may be None, and so may a value that is not known.
     """

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from unrolled.bench.fits import exponent
 from unrolled.bench.units import brief_time, size
 
-UNDISTURBED = 0.97  # of the CPU time; the report warns if it was less
+UNDISTURBED = 0.97  # share of the CPU time; the report warns if this process got less
 
 Status = Literal["ok", "wrong", "missing", "not measured", "failed"]
 
@@ -18,7 +18,7 @@ class Row:
     """One contender of one case at one size.
 
     Attributes:
-        case, size, contender: the contender that was measured, and where.
+        case, size, contender: the contender that was measured, and its case and size.
         ours: whether this project made the contender.
         definition: the function that it computes.
         status, reason: whether it was measured, and if not, why.
@@ -177,7 +177,7 @@ def _details(rows: Sequence[Row], axis: str) -> str:
     """Report every row, or why it has no time; empty columns are omitted."""
     columns = {name: tell for name, tell in COLUMNS.items() if any(tell(row) for row in rows)}
     lines: list[list[str]] = []
-    without: dict[tuple[str, str], list[str]] = {}  # once for all sizes alike, below the others
+    without: dict[tuple[str, str], list[str]] = {}  # one line below for all sizes with the same outcome
     for row in rows:
         if row.status == "ok":
             lines.append([f"{row.size:,}", row.contender, *(tell(row) or "" for tell in columns.values())])

@@ -47,7 +47,7 @@ def run_problem(problem: Problem, settings: Settings, limits: Limits) -> list[Ro
     """Check and measure one problem; the rows are in the order of its contenders.
 
     Raises:
-        ValueError: none of them is among those that the settings choose.
+        ValueError: the settings choose none of the contenders.
     """
     contenders = [x for x in problem.contenders if not settings.only or _named(x, settings.only)]
     if not contenders:

@@ -24,7 +24,7 @@ class Shape(NamedTuple):
 
     Attributes:
         layers: number of layers.
-        width: of the model, a multiple of `head`.
+        width: width of the model, a multiple of `head`.
         head: width of a head.
         vocabulary: number of token ids.
     """
@@ -125,14 +125,14 @@ def definition(weights: Mapping[str, Tensor], shape: Shape, tokens: Tensor) -> T
 
 
 def _shifted(x: Tensor) -> Tensor:
-    """The token before each, and zeros before the first."""
+    """The numbers of the token before each token; zeros before the first."""
     return F.pad(x, (0, 0, 1, -1))
 
 
 def _time_mix(
     w: Mapping[str, Tensor], shape: Shape, x: Tensor, first: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the output of a layer, and the values of the first one."""
+    """Return the output of a layer, and the values of the first layer."""
     shares = w["time_mix_lerp_fused.weight"].flatten(1)
     of: dict[str, Tensor] = {
         name: x + (_shifted(x) - x) * share for name, share in zip(MIXTURES, shares, strict=True)

@@ -14,11 +14,11 @@ EXAMPLES = 64
 
 
 def spectral_mass(weights: Tensor) -> Tensor:
-    """Return the share that the first quarter of the singular values s_1 >= ... >= s_n has in their sum.
+    """Return the share of the first quarter of the singular values s_1 >= ... >= s_n in their sum.
 
         (s_1 + ... + s_m) / (s_1 + ... + s_n)        m = n / 4, rounded up
 
-    It is 1 for a rank of at most m, and m / n where all values are alike, as those of the identity.
+    It is 1 for a rank of at most m, and m / n where all singular values are equal, as for the identity.
 
     Wang et al. 2020, "Linformer", arXiv 2006.04768, section 3.1 and figure 1: the normalised cumulative
     singular values, there at 128 of 512.
@@ -40,8 +40,8 @@ def attention_weights(model: nn.Module, layer: int, inputs: Tensor) -> Tensor:
 
     Args:
         model: a model of blocks, in eval mode.
-        layer: number of the block, from 1. One that runs several times counts as it runs last.
-        inputs: of the model, without padding.
+        layer: number of the block, from 1. If the block runs several times, its last run counts.
+        inputs: inputs of the model, without padding.
 
     Raises:
         ValueError: the model has no such layer.

@@ -12,7 +12,7 @@ from unrolled.bench.case import Case, Contender, Definition, Problem, Settings, 
 from unrolled.bench.linear import define_all, ours
 from unrolled.ops.linear import linear_attention, operator
 
-COLUMNS = 512  # of the matrix that torch multiplies by
+COLUMNS = 512  # columns of the matrix that torch multiplies by
 TURNS = 4
 
 
@@ -51,9 +51,9 @@ def two_threads(length: int, settings: Settings, *, gradients: bool) -> Problem:
 
 
 def alternation(length: int, settings: Settings) -> Problem:
-    """Run ours and a matrix product of torch's in turn on two threads, and each alone.
+    """Run our attention and a matrix product of torch in turn on two threads, and each alone.
 
-    It shows that they share one thread pool.
+    The times show that both share one thread pool.
     """
     inputs = random_inputs(length, settings)
     a = inputs.q[0].flatten(1)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from unrolled.decode.plan import Plan, PlanState
 
 
-MOST_TOLD = 16  # tokens that are drawn at once while a row tells its logits
+MOST_TOLD = 16  # the most tokens drawn at once while a row keeps its logits
 
 
 class Drawing(NamedTuple):
@@ -21,7 +21,7 @@ class Drawing(NamedTuple):
 
     Attributes:
         sampling: how its tokens are drawn.
-        key: of its random stream; see `unrolled.generation.sampling.uniform`.
+        key: the key of its random stream; see `unrolled.generation.sampling.uniform`.
         limit: the most new tokens, at least 1.
         stops: sequences of token ids that end it.
         seen: [vocab_size] uint8, 1 for each token that has occurred, for a penalty of repetition; it is
@@ -38,16 +38,17 @@ class Drawing(NamedTuple):
 
 
 class Batch:
-    """Rows, each with a state of its own. Those that were started are continued until they end.
+    """Rows, each with a state of its own. A row that was started is continued until it ends.
 
     Args:
-        plan: what continues them.
-        logits: [rows, vocab_size] fp32, of the token after those that a row has read; it is updated.
+        plan: the plan that continues the rows.
+        logits: [rows, vocab_size] fp32, the logits of the next token of each row; they are updated.
 
     Attributes:
-        length: [rows] long, the number of new tokens of each.
-        states: of each row, as of a batch of one; they are updated.
-        told: for each row that tells, [MOST_TOLD, vocab_size]: the logits of what the last `draw` drew.
+        length: [rows] long, the number of new tokens of each row.
+        states: the state of each row, as a batch of one; they are updated.
+        told: for each row that keeps its logits, [MOST_TOLD, vocab_size]: the logits that the last `draw`
+            drew tokens from.
     """
 
     def __init__(self, plan: "Plan", logits: Tensor) -> None:
@@ -68,12 +69,12 @@ class Batch:
         return self._status == native.enum("RowStatus")["ACTIVE"]
 
     def start(self, row: int, state: "PlanState", drawing: Drawing) -> None:
-        """Continue a row, from the logits that it has.
+        """Start a row, which is then continued from the logits that it has.
 
         Args:
-            row: its number.
-            state: of one sequence; it is updated in place, or replaced by a larger one.
-            drawing: how it is continued.
+            row: the number of the row.
+            state: the state of one sequence; it is updated in place, or replaced by a larger one.
+            drawing: how the row is continued.
         """
         sampling, key, limit, stops, seen, tells = drawing
         self.states[row] = state
@@ -100,7 +101,7 @@ class Batch:
     def draw(self, most: int) -> None:
         """Draw up to `most` tokens for each row that is continued, and read them.
 
-        Fewer are drawn while a row tells its logits, `MOST_TOLD`.
+        While a row keeps its logits, at most `MOST_TOLD` tokens are drawn.
         """
         active: list[int] = self.active.nonzero().flatten().tolist()
         if any(self.told[row] is not None for row in active):
@@ -136,7 +137,7 @@ class Batch:
         return self.plan.with_room(state, tokens if left is None else min(tokens, left))
 
     def end(self, row: int, length: int) -> None:
-        """End a row after that many of its new tokens."""
+        """End a row after the first `length` of its new tokens."""
         self.length[row], self._status[row] = length, native.enum("RowStatus")["ENDED"]
 
     def tokens(self, row: int) -> Tensor:

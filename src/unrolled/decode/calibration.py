@@ -1,10 +1,10 @@
-"""Rounding to 4 bits that keeps what a matrix computes on a sample, rather than its weights.
+"""Rounding to 4 bits that preserves the outputs of a matrix on a sample, rather than its weights.
 
 Frantar, Ashkboos, Hoefler and Alistarh 2022, "GPTQ: Accurate Post-Training Quantization for Generative
-Pre-trained Transformers", arXiv 2210.17323, algorithm 1: the inputs are rounded one after the other, and the
-weights of those that follow make up for the error as well as they can. With H = X^T X of the inputs X and the
-upper triangular U of U^T U = H^-1, rounding the weights w_j of input j to q_j changes those of the inputs
-i > j by -(w_j - q_j) U_ji / U_jj.
+Pre-trained Transformers", arXiv 2210.17323, algorithm 1: the weights are rounded input by input, and the
+weights of the following inputs change so that they make up for the error as well as they can. Let H = X^T X
+for the inputs X, and let U be upper triangular with U^T U = H^-1. Rounding the weights w_j of input j to q_j
+changes the weights of the inputs i > j by -(w_j - q_j) U_ji / U_jj.
 """
 
 from collections.abc import Callable
@@ -50,8 +50,8 @@ def compensated(w: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
     """Round a matrix `[out, in]` to 4 bits.
 
     Args:
-        w: in fp32, its inputs filled up to whole groups.
-        moments: H of its inputs, `[in, in]` without those filled up.
+        w: the matrix in fp32, with its inputs padded to whole groups.
+        moments: H of its inputs, `[in, in]`, without the padding.
 
     Returns:
         whole numbers `[out, groups, 32]` from -8 to 7, and their scales `[out, groups, 1]`.

@@ -18,7 +18,7 @@ BLOCK_SECONDS = 0.02  # between two returns to Python, where callbacks run and a
 
 
 def run(plan: "Plan", request: Request, on_token: OnToken | None) -> list[Tensor]:
-    """Continue the prompts of a request, which has rows and a limit above 0: the new tokens of each row."""
+    """Continue the prompts of a request with rows and a limit above 0; return the new tokens of each row."""
     logits, state = _prefill(plan, request)
     batch, rows, block = Batch(plan, logits), request.rows, 1
     seen: Tensor | None = None
@@ -52,7 +52,7 @@ def _report(batch: Batch, before: Tensor, on_token: OnToken) -> None:
 
 
 def _prefill(plan: "Plan", request: Request) -> tuple[Tensor, "PlanState"]:
-    """Read the prompts, and fork: logits after each, and the state."""
+    """Read the prompts and fork; return the logits after each prompt, and the state."""
     prompts = request.prompts
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     rows = torch.arange(len(prompts)).repeat_interleave(lengths)
@@ -70,7 +70,7 @@ def _row(row: int, x: Tensor) -> Tensor:
 
 
 def _seen(request: Request, vocab_size: int) -> Tensor:
-    """Which tokens the prompt of each row holds: [rows, vocab_size]; the start symbol is none."""
+    """Which tokens the prompt of each row holds: [rows, vocab_size]; the start symbol does not count."""
     seen = torch.zeros(len(request.prompts), vocab_size + 1, dtype=torch.uint8)
     for row, prompt in zip(seen, request.prompts, strict=True):
         row[prompt] = 1

@@ -28,7 +28,7 @@ def attention(builder: Builder, layer: Layer, x: Value, to: Value) -> Value:
     """Add the instructions of an attention layer from its input to its output.
 
     Raises:
-        UnsupportedError: there are none for this mechanism or for one of its options.
+        UnsupportedError: there are no instructions for this mechanism or for one of its options.
     """
     emit = _MECHANISMS.get(type(layer))
     if emit is None or not layer.causal:
@@ -161,12 +161,12 @@ def _decays(builder: Builder, z: Value, bias: Tensor, pace: Tensor) -> Value:
 
 
 def _delta_rule(builder: Builder, layer: Layer, qkv: list[Value], rates: Value, gates: Value | None) -> Value:
-    """The rule, with keys of length 1 and queries of length 1 / sqrt(D), and the norm of its outputs."""
+    """The delta rule, with keys of length 1 and queries of length 1 / sqrt(D), then the output norm."""
     (q, k, v), D = qkv, layer.head_dim
     for y in (q, k):
         if layer.short_conv is None:
             builder.apply("silu", y)
-        # x / sqrt(|x|^2 + 1e-6) by the mean of the squares
+        # x / sqrt(|x|^2 + 1e-6), written with the mean of the squares, as `normalize` computes it
         unit = torch.full((y.size,), D**-0.5)
         builder.normalize(y, y, eps=1e-6 / D, heads=y.size // D, weight=unit)
     _rotate(builder, layer, q, k)
@@ -209,13 +209,13 @@ def _rfa(builder: Builder, layer: RandomFeatureAttention, x: Value, qkv: list[Va
 
 
 def _random_features(builder: Builder, layer: RandomFeatureAttention, x: Value) -> Value:
-    """phi(x) of each head, the rows and the scale being those of its group."""
+    """phi(x) of each head, with the rows and the scale of its group."""
     phi, D = layer.feature_map, layer.head_dim
     heads, n = x.size // D, phi.projection.weight.shape[1]
     scale, rows = (
         y.detach().repeat_interleave(heads // len(y), 0) for y in (phi.scale, phi.projection.weight)
     )
-    # x / |x| by the mean of the squares; the smallest normal number leaves a vector of zeros what it is
+    # x / |x|, written with the mean of the squares. With the smallest normal number as epsilon, zeros stay 0.
     tiny = torch.finfo(torch.float32).tiny
     builder.normalize(x, x, eps=tiny, heads=heads, weight=scale.flatten() * D**-0.5)
     if layer.rotary:

@@ -21,7 +21,7 @@ from unrolled.models.stack import Stack
 from unrolled.ops.dropout import Dropout
 
 HEAD_WEIGHTS: Weights = "int8"  # the form with the fewest bits for the head; see `unrolled.decode.packing`
-MOST_GRID_POINTS = 1 << 16  # points of axial positions whose vectors are added up beforehand
+MOST_GRID_POINTS = 1 << 16  # the most points of axial positions whose vectors are computed beforehand
 
 
 def program(
@@ -35,12 +35,12 @@ def program(
     Args:
         model: a `Decoder`.
         weights: the form of its matrices.
-        given: the matrices, packed before; see `Builder`.
-        sample: tokens `[B, T]` by which matrices are rounded to 4 bits; see `unrolled.decode.calibration`.
+        given: the matrices, already packed; see `Builder`.
+        sample: tokens `[B, T]` to round matrices to 4 bits by; see `unrolled.decode.calibration`.
 
     Raises:
         UnsupportedError: the model, or a part of it, has no instructions.
-        ValueError: a matrix that is needed is not among those given, or they are more than are needed.
+        ValueError: `given` lacks a matrix that is needed, or holds one that is not.
     """
     require(model, Decoder)
     model = cast(Decoder, model)

@@ -1,20 +1,20 @@
 """Weights in the form that the kernels read fastest: cut into tiles, in 32, 16, 8 or 4 bits.
 
-`native/packed.h` describes the tiles. Rounding, of a weight w to its nearest:
+`native/packed.h` describes the tiles. A weight w is rounded to the nearest number that its form can hold:
 
     fp32    none
     bf16    to 8 significant bits
     int8    s round(w / s), with s = max |w| / 127 over the weights of an output, rounded up to 17 bits
     int4    s round(w / s), from -8 s to 7 s, with s in bfloat16, the same for 32 inputs of an output
 
-For int4, let m be the weight of the largest magnitude among these 32. A scale s is first m divided by
--8, -8.7, 7 or 7.7, then (sum w q) / (sum q^2) with the rounded q, by least squares. Of the four, the one
-with the least squared error is used; `unrolled.decode.calibration` does better with a sample of the data.
-The matrix of the head is in int8 then, because rounding it costs more quality than any other, and so are
-matrices with fewer outputs than a tile, such as those of gates.
+For int4, let m be the weight of the largest magnitude among these 32. Four scales s are tried. Each is first
+m divided by -8, -8.7, 7 or 7.7, and is then fitted by least squares: (sum w q) / (sum q^2) with the rounded
+q. The scale with the least squared error is used; `unrolled.decode.calibration` does better with a sample of
+the data. Two kinds of matrices are in int8 all the same: the matrix of the head, because rounding it costs
+more quality than rounding any other, and matrices with fewer outputs than a tile, such as those of gates.
 
-The products of int8 are exact in fp32, because 17 bits times 7 are 24: a matrix of these rounded weights is
-packed into the same bytes again.
+The rounded weights of int8 are exact in fp32, because the product of 17 and 7 bits has 24 bits. So when a
+matrix of such weights is packed again, the bytes are the same.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,11 +31,11 @@ Rounding = Callable[[Tensor], tuple[Tensor, Tensor]]
 Weights = Literal["fp32", "bf16", "int8", "int4"]
 
 TILE = 64  # outputs of a tile
-GROUP = 32  # inputs that a number of them is filled up to, and that share a scale
-FIRST_STEPS = (-8, -8.7, 7, 7.7)  # of the largest weight of a group, before its scale is fitted
-GROUPS_AT_ONCE = 2048  # in the cache
+GROUP = 32  # inputs of a group; inputs are padded to whole groups, and a group in int4 shares a scale
+FIRST_STEPS = (-8, -8.7, 7, 7.7)  # what a group's largest weight is divided by, before the scale is fitted
+GROUPS_AT_ONCE = 2048  # groups that fit in the cache
 LAYOUT = f"tiles of {TILE} outputs, groups of {GROUP} inputs"
-GROUP_BYTES: dict[Weights, int] = {"fp32": 128, "bf16": 64, "int8": 32, "int4": 18}  # of an output
+GROUP_BYTES: dict[Weights, int] = {"fp32": 128, "bf16": 64, "int8": 32, "int4": 18}  # per output
 
 
 class Packed(NamedTuple):
@@ -44,7 +44,7 @@ class Packed(NamedTuple):
     Attributes:
         inputs: number of inputs.
         outputs: number of outputs.
-        weights: the name of their form.
+        weights: the name of the form of the weights.
         tiles: the weights, as bytes.
         scales: of each output, in fp32; with "int8" only.
         sums: of the integers of each output, int32; with "int8" only.
@@ -72,7 +72,7 @@ class Packed(NamedTuple):
 
 
 def pack(weight: Tensor, bias: Tensor | None, weights: Weights, rounding: Rounding | None = None) -> Packed:
-    """Pack a matrix `[out, in]` and a bias `[out]`; "int4" takes a rounding of its own."""
+    """Pack a matrix `[out, in]` and a bias `[out]`; `rounding` replaces the default one of "int4"."""
     outputs, inputs = weight.shape
     wide = weight.detach().to("cpu", torch.float32)
     w = pad(wide, (0, -inputs % GROUP, 0, -outputs % TILE))
@@ -217,7 +217,7 @@ def fitted(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_steps(w: Tensor, scale: Tensor) -> Tensor:
-    """Round w / scale to whole numbers; 0 where the scale is."""
+    """Round w / scale to whole numbers; 0 where the scale is 0."""
     return torch.where(scale == 0, 0.0, w / torch.where(scale == 0, 1.0, scale)).round()
 
 

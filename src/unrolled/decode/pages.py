@@ -16,15 +16,15 @@ LINE = 64  # bytes of a cache line
 class LargePages:
     """Keeps bytes in memory that Linux is asked to back by pages of 2 MiB.
 
-    It takes them where transparent huge pages are "always" or "madvise", the usual setting. On other systems
-    bytes stay where they are.
+    Linux does so where transparent huge pages are set to "always" or "madvise", the usual settings. On other
+    systems, the bytes stay where they are.
     """
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def keep(self, x: Tensor) -> Tensor:
-        """Return a copy of bytes `[n]`, which holds its memory by itself."""
+        """Return a copy of bytes `[n]`, or on other systems the bytes themselves; a copy owns its memory."""
         if not hasattr(mmap, "MADV_HUGEPAGE"):
             return x
         size = -(-len(x) // LINE) * LINE
@@ -35,7 +35,7 @@ class LargePages:
 
 
 def _mapped(size: int) -> Tensor:
-    """New memory of `size` bytes, from the beginning of a page on. Pages are taken when they are written."""
+    """New memory of `size` bytes that begins at a page; it takes space only where it is written to."""
     memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)

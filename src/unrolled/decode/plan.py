@@ -1,12 +1,12 @@
-"""A plan: a model that was looked at once, with its weights packed for generation on a CPU.
+"""A plan: a snapshot of a model, with its weights packed for generation on a CPU.
 
     plan = unrolled.decode.plan(model, weights="int8")
     logits, state = plan.prefill(prompts, plan.init_state(len(prompts)))
     logits, state = plan.step(token, state)
 
 A plan computes what the model computes in evaluation mode, from token ids to logits, in one call of a C++
-kernel. It is a snapshot: when the model changes, make another. The number of threads is that of torch at each
-call.
+kernel. When the model changes, make another plan. Each call uses the number of threads that torch has at that
+time.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class PlanState(NamedTuple):
         position: [B] long, the number of tokens read so far.
         fixed: [B, F] fp32, all that has a constant size: the sums of linear attention, windows, the last
             inputs of convolutions.
-        cache: [B, S, C] fp32, the keys and values of softmax layers. In a row the keys of one head lie
+        cache: [B, S, C] fp32, the keys and values of softmax layers. In each row, the keys of a head lie
             together, [S / 16, D, 16], and so do its values, [S, M]; S is at least the number of tokens.
     """
 
@@ -54,10 +54,10 @@ class Plan:
     """A model with packed weights; see `plan`.
 
     Attributes:
-        config: of the model.
+        config: the config of the model.
         weights: "fp32", "bf16", "int8" or "int4".
-        steady: set to True to let logits and states have the same bits however many tokens are read at once.
-            Only bf16 on AMX units needs it, where fewer than five tokens then take longer.
+        steady: set to True to make logits and states the same, bit by bit, however many tokens are read at
+            once. Only bf16 on AMX units needs this; reading fewer than five tokens then takes longer.
         documents: JSON values that belong to the model, such as its vocabulary, by the name of their file.
     """
 
@@ -141,7 +141,7 @@ class Plan:
         return self.run(Request.of(self.config, prompt_ids, max_new_tokens, **options), on_token)
 
     def run(self, request: Request, on_token: OnToken | None = None) -> list[Tensor]:
-        """Continue the prompts of a request: the new tokens of each row."""
+        """Continue the prompts of a request; return the new tokens of each row."""
         refuse("a plan")
         if not request.rows or not request.limit:
             return [torch.empty(0, dtype=torch.long) for _ in range(request.rows)]
@@ -158,7 +158,7 @@ class Plan:
         """Return the state of the model that continues from a state of this plan."""
         return states.to_model(self._program.slots, state, self._empty)
 
-    # ---- what is read in place
+    # ---- reading in place
 
     def positions_left(self, state: PlanState) -> int | None:
         """How many more tokens every row may read; None for any number."""
@@ -171,7 +171,7 @@ class Plan:
         return f"the input has length {length}, but must have at most max_length = {limit}"
 
     def with_room(self, state: PlanState, tokens: int) -> PlanState:
-        """Return the state with room in its cache for that many more tokens of each row; it shares the rest.
+        """Return the state with room in its cache for `tokens` more tokens per row; the rest is shared.
 
         Raises:
             ValueError: the model has no positions for them.
@@ -203,9 +203,9 @@ class Plan:
 
         Args:
             tokens: [n] ids; those of one row in order.
-            rows: [n], the row that each belongs to; those of all states count from 0 on.
-            places: [n], the row of `logits` for what follows each; -1 for none.
-            states: with room for the tokens, from `with_room`.
+            rows: [n], the row that each token belongs to; the rows of all states are numbered from 0 on.
+            places: [n], the row of `logits` for what follows each token; -1 for none.
+            states: states with room for the tokens, from `with_room`.
             logits: [N, vocab_size] fp32, written.
         """
         arrays = [x.to("cpu", torch.long).contiguous() for x in (tokens, rows, places)]
@@ -287,15 +287,15 @@ def plan(model: nn.Module, weights: Weights = "fp32", *, sample: Tensor | None =
             `unrolled.ops.feature_maps`), gated_linear, retention, rfa, mamba2, delta_net, kda, window or
             softmax, and differ by layer.
         weights: the form of the matrices: "fp32", "bf16" (half the memory), "int8" (a quarter) or "int4" (a
-            seventh); see `unrolled.decode.packing`. Everything is computed in fp32 from the rounded weights;
-            with "int8" and "int4" the inputs of a matrix are rounded too, to 16 and 8 bits, and with "bf16"
-            to bfloat16 on processors with AVX-512 BF16 and without AMX.
-        sample: token ids [B, T], with "int4" only: matrices are rounded such that what they compute on this
-            sample changes least; see `unrolled.decode.calibration`. Some 16,000 tokens of the training data
-            will do.
+            seventh); see `unrolled.decode.packing`. Everything is computed in fp32 from the rounded weights.
+            The inputs of a matrix are rounded too: to 16 bits with "int8", to 8 bits with "int4", and to
+            bfloat16 with "bf16" on processors with AVX-512 BF16 and without AMX.
+        sample: token ids [B, T], with "int4" only: matrices are rounded such that their outputs on this
+            sample change least; see `unrolled.decode.calibration`. About 16,000 tokens of the training data
+            are enough.
 
     Raises:
-        ValueError: `weights` is none of these, or `sample` does not go with it or holds other ids.
+        ValueError: `weights` is none of these, or `sample` is given without "int4" or holds invalid ids.
         UnsupportedError: a plan cannot run the model, or the C++ kernels were not built; the message says
             why.
     """
@@ -329,7 +329,7 @@ def load(path: str | Path) -> Plan:
 
 
 def unasked() -> bool:
-    """Whether a plan may replace a model by itself: nothing changes or watches what torch computes."""
+    """Whether a plan may replace a model unasked: nothing changes or observes what torch computes."""
     return prefers("native") and not torch.is_autocast_enabled("cpu") and not observed()
 
 
@@ -340,7 +340,7 @@ def _check_kernels() -> None:
 
 def _planned(model: nn.Module, weights: Weights, program: Program) -> Plan:
     decoder = cast(Decoder, model)
-    empty = map_tensors(lambda x: torch.zeros(x.shape, dtype=x.dtype), decoder.init_state(0))  # not on meta
+    empty = map_tensors(lambda x: torch.zeros(x.shape, dtype=x.dtype), decoder.init_state(0))  # on the CPU
     made = Plan(decoder.config, weights, program, empty)
     made.documents = dict(decoder.documents)
     return made

@@ -25,7 +25,7 @@ _ZERO = (
 )
 
 
-SMALL_WEIGHTS: Weights = "int8"  # the form with the fewest bits for less than a tile, such as gates
+SMALL_WEIGHTS: Weights = "int8"  # the form with the fewest bits if outputs fill no tile, as those of gates
 KEY_BLOCK = 16  # tokens whose keys lie together
 
 
@@ -75,10 +75,10 @@ class Slot(NamedTuple):
     Attributes:
         kind: "convolution", "recurrence", "window" or "cache".
         place: where it begins in the state of a sequence; for a cache, in floats per token.
-        sizes: its axes without the batch; of a window and a cache [groups, window, features], of the keys.
+        sizes: its axes without the batch; for a window or a cache [groups, window, features], of the keys.
         values: width of a value.
-        divided: whether a sum of keys follows a recurrence.
-        averaged: whether the sums of their factors follow those.
+        divided: for a recurrence, whether the sums of keys follow its state.
+        averaged: for a recurrence, whether the sums of the keys' factors follow the sums of keys.
     """
 
     kind: str
@@ -90,7 +90,7 @@ class Slot(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """Parts of the state of a layer that stay what they are, a row `[1,...]` each, by name."""
+    """Parts of the state of a layer that never change, by name, each for one row `[1,...]`."""
 
     parts: dict[str, Tensor]
 
@@ -103,7 +103,7 @@ class Program(NamedTuple):
         fields: fields of the struct `Program` in C++ that do not change.
         kept: tensors that the instructions point to.
         packed: the matrices, by the name of their layer.
-        others: all other parameters and buffers, by name: in fp32, embeddings in the type of tables.
+        others: all other parameters and buffers, by name, in fp32; embeddings in the type of tables.
         state_size: floats of the state of a sequence.
         cache: sizes of the parts of the cache of a sequence, in floats per token.
         slots: the parts of the state of each layer.
@@ -133,7 +133,7 @@ class Program(NamedTuple):
 
 
 def require(module: object, *kinds: type) -> None:
-    """Raise UnsupportedError unless a module is of one of these classes: a derived one may do more."""
+    """Raise UnsupportedError unless a module is of exactly one of these classes: a subclass may do more."""
     if type(module) not in kinds:
         raise UnsupportedError(f"a plan cannot run a {type(module).__name__}")
 
@@ -143,10 +143,10 @@ class Builder:
 
     Args:
         weights: the form of matrices.
-        model: whose layers the instructions run.
+        model: the model whose layers the instructions run.
         given: the tensors of each packed matrix, by the name of its layer; None to pack those of the model.
-            If given, the other weights of the model are used where they lie, and not copied.
-        roundings: of matrices to 4 bits, by the names of their layers; the others are rounded by themselves.
+            If given, the other weights of the model are used in place, not copied.
+        roundings: how to round matrices to 4 bits, by the names of their layers; others are rounded as usual.
     """
 
     def __init__(
@@ -187,11 +187,11 @@ class Builder:
         self._top = max(before, self._kept_below)
 
     def begin_layer(self) -> None:
-        """Let the parts of the state that follow belong to the next layer."""
+        """Begin the next layer, which the parts of the state that follow belong to."""
         self.slots.append([])
 
     def keep_constant(self, **parts: Tensor) -> None:
-        """Say what the state of the model holds that no token changes, a row `[1,...]` each."""
+        """Add parts of the model's state that no token changes, each for one row `[1,...]`."""
         self.slots[-1].append(Constants(parts))
 
     def limit_positions(self, n: int) -> None:
@@ -199,7 +199,7 @@ class Builder:
         self.most_positions = n
 
     def finish(self, head: int, hidden: Value, logits: Value) -> Program:
-        """Return the program, whose last instructions from number `head` on map `hidden` to `logits`."""
+        """Return the program; its instructions from number `head` on map `hidden` to `logits`."""
         fields = {
             "instructions": len(self.instructions),
             "head": len(self.instructions) - head,
@@ -282,13 +282,13 @@ class Builder:
 
         Args:
             x: the inputs.
-            weight, bias: of the layer.
+            weight, bias: those of the layer.
             to: where the outputs go.
-            name: of the layer.
-            least: the form with the fewest bits that will do for this matrix; None for any.
+            name: the name of the layer.
+            least: the form with the fewest bits that is allowed for this matrix; None for any.
 
         Raises:
-            ValueError: the matrices were given, but not one of this name and shape.
+            ValueError: the matrices were given, but none of them has this name and shape.
         """
         outputs, inputs = weight.shape
         form = self.weights
@@ -325,7 +325,7 @@ class Builder:
         scale: float = 1.0,
         times: Value | None = None,
     ) -> Value:
-        """f(x + bias) weight scale times, number by number."""
+        """Compute f(x + bias) * weight * scale * times, elementwise."""
         other = -1 if times is None else times.place
         fields = {"n": x.size, "second": other, "weights": self._float(weight), "bias": self._float(bias)}
         kind = native.enum("Function")[function.upper()]
@@ -373,7 +373,7 @@ class Builder:
     # ---- sequences
 
     def convolve(self, x: Value, weight: Tensor) -> Value:
-        """Filter channels over the last tokens, by `weight [channels, taps]`, the current token's last."""
+        """Filter channels over the last tokens by `weight [channels, taps]`, the current token's tap last."""
         channels, taps = weight.shape
         flipped = self._float(weight.flip(1).T)
         fields = {"n": channels, "window": taps, "weights": flipped}
@@ -475,17 +475,17 @@ class Builder:
         return self.kept[-1].data_ptr()
 
     def _copy(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Copy a tensor; the same parameter once."""
+        """Copy a tensor; a parameter is copied only once."""
         key = (id(x), dtype)
         if key not in self._copies:
             copy = x.detach().to("cpu", dtype, copy=self.given is None).contiguous()
-            if not isinstance(x, nn.Parameter):  # it may end, and another have its id
+            if not isinstance(x, nn.Parameter):  # it may be freed, and another tensor get its id
                 return copy
             self._copies[key] = copy
         return self._copies[key]
 
     def _others(self) -> dict[str, Tensor]:
-        """Copy what is not packed: tables of embeddings in their type, all other numbers in fp32."""
+        """Copy what is not packed: embeddings in the type of tables, all other weights in fp32."""
         of_matrices = {f"{name}.{part}" for name in self.packed for part in ("weight", "bias")}
         found = {}
         for name, x in self.model.state_dict(keep_vars=True).items():

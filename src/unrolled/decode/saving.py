@@ -1,8 +1,8 @@
 """Plans as folders: a model's config and documents, and its packed weights in one file.
 
 A layer L whose matrix is packed has the tensors L.tiles, L.scales, L.sums and L.bias, as far as its form
-needs them (see `unrolled.decode.packing.Packed`). All other parameters are there by name: embeddings in
-bfloat16, unless the matrices are in fp32, the others in fp32.
+needs them (see `unrolled.decode.packing.Packed`). All other parameters are stored under their names:
+embeddings in bfloat16, or in fp32 if the matrices are in fp32, and the others in fp32.
 """
 
 from collections.abc import Mapping
@@ -40,9 +40,9 @@ class Saved(NamedTuple):
     """What a folder holds.
 
     Attributes:
-        model: with its documents, and without its packed matrices, which are on the meta device.
-        weights: the form of these.
-        packed: their tensors, by the name of the layer.
+        model: the model with its documents, but without its packed matrices, which are on the meta device.
+        weights: the form of the packed matrices.
+        packed: the tensors of the packed matrices, by the name of the layer.
     """
 
     model: Decoder
@@ -130,13 +130,13 @@ def _of_matrix(name: str, packed: Mapping[str, object], parts: tuple[str, ...]) 
 
 
 def _forget(layer: nn.Linear) -> None:
-    """Replace parameters by ones without values, whose use is an error."""
+    """Replace parameters by parameters without values, whose use is an error."""
     for name, x in layer.named_parameters(recurse=False):
         setattr(layer, name, nn.Parameter(torch.empty(x.shape, device="meta")))
 
 
 class Unfilled(TorchFunctionMode):
-    """Leaves weights empty that would be drawn: only memory that is written to is really taken."""
+    """Leaves weights empty that would be drawn: memory takes no space until it is written to."""
 
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

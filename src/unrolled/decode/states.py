@@ -1,7 +1,7 @@
-"""The state of a plan from the state of its model, and back.
+"""Conversion of the state of a model into the state of its plan, and back.
 
-Both hold the same numbers. A plan keeps those of a sequence in one row, which the kernel updates in place:
-sums S, then z; a window with the token at position p in slot p % window; a cache without padding.
+Both hold the same numbers. A plan keeps the numbers of a sequence in one row, which the kernel updates in
+place: sums S, then z; a window with the token at position p in slot p % window; a cache without padding.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ def from_model(slots: Slots, state: DecoderState, after: "PlanState") -> None:
     """Copy the state of a model into that of a plan, which has room for its tokens.
 
     Raises:
-        ValueError: it was made by other random features than those of the plan.
+        ValueError: the state was made with other random features than those of the plan.
     """
     after.position.copy_(state.position)
     for own, layer in zip(slots, state.layers, strict=True):
@@ -40,7 +40,7 @@ def from_model(slots: Slots, state: DecoderState, after: "PlanState") -> None:
 
 
 def to_model(slots: Slots, state: "PlanState", like: DecoderState) -> DecoderState:
-    """Return the state of a plan as one of its model, of the types of `like`."""
+    """Return the state of a plan as a state of its model, of the types of `like`."""
     layers = []
     for own, layer in zip(slots, like.layers, strict=True):
         found: Fields = {"position": state.position.clone()}
@@ -63,7 +63,7 @@ def _check_constants(constants: Constants, parts: Fields) -> None:
 
 
 def _parts(state: Any) -> Fields:
-    """Name the tensors of a layer's state, those of a state inside it too."""
+    """Name the tensors of a layer's state, including those of states inside it."""
     found: Fields = {}
     for name, part in zip(state._fields, state, strict=True):
         found |= {name: part} if isinstance(part, Tensor) else _parts(part)

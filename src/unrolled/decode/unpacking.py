@@ -1,4 +1,4 @@
-"""Packed weights as a model again, without the kernels that a plan needs."""
+"""Reading packed weights as a model, without the kernels that a plan needs."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from unrolled.models.saving import PLAN_FILE, WEIGHTS_FILE, SavedModel
 
 
 def packed_form(path: str | Path) -> Weights | None:
-    """Return the form of the packed weights in a folder; None if there are none, or a model's own as well.
+    """Return the form of the packed weights in a folder; None if there are none, or the model's own too.
 
     Raises:
         ValueError: this library did not write the file, or did so in another layout.
@@ -25,8 +25,8 @@ def packed_form(path: str | Path) -> Weights | None:
 def load_model(path: str | Path) -> SavedModel:
     """Read a model from its folder, whether its weights are packed or not.
 
-    One with packed weights is a `Decoder` in fp32 that has the rounded weights. If its embedding is also the
-    matrix of its head, that is rounded to bfloat16 only.
+    A model with packed weights is read as a `Decoder` in fp32 with the rounded weights. If its embedding is
+    also the matrix of its head, this matrix is rounded to bfloat16 only.
 
     Raises:
         ValueError: as `unrolled.models.load` and `unrolled.decode.load`.
@@ -50,7 +50,7 @@ def _unpacked(model: Decoder, saved: saving.Saved) -> dict[str, Tensor]:
     for name, parts in saved.packed.items():
         layer = layers.get(name)
         if isinstance(layer, Categorical) and layer.project is None:
-            continue  # the embedding is there by itself
+            continue  # the head uses the embedding, which is among the other parameters
         if not isinstance(layer, nn.Linear):
             raise ValueError(f"{name} is packed, but the model has no such matrix")
         finer = saved.weights == "int4" and "scales" in parts

@@ -15,9 +15,9 @@ def end_with(tokens: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 def repeated(tokens: Tensor, size: int, vocab_size: int) -> Tensor:
-    """Which next token would end an n-gram of this size that `tokens [n,K,L]` hold: `[n,K,vocab_size]`."""
+    """Which next tokens would repeat an n-gram of this size in `tokens [n,K,L]`: `[n,K,vocab_size]`."""
     n, K, L = tokens.shape
-    found = torch.zeros(n, K, vocab_size + 1, dtype=torch.bool, device=tokens.device)  # the last for none
+    found = torch.zeros(n, K, vocab_size + 1, dtype=torch.bool, device=tokens.device)  # the last: no token
     if size <= L:
         grams = tokens.unfold(2, size, 1)  # [n,K,L-size+1,size]
         begun = (grams[..., :-1] == tokens[..., None, L - size + 1 :]).all(-1)

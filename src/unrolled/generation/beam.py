@@ -1,22 +1,24 @@
 """Beam search for the most likely continuations.
 
-A beam of size K holds the K most likely prefixes of one length. Each is extended by every token, and all
-extensions are ranked by log p. Of the first K, the finished ones become hypotheses, of which the K with the
-best scores are kept; the K most likely unfinished ones are the next beam. The score is
+A beam of size K holds the K most likely prefixes of one length. Each prefix is extended by every token, and
+all extensions are ranked by log p. The finished ones among the first K become hypotheses, and the K
+hypotheses with the best scores are kept. The K most likely unfinished extensions are the next beam. The score
+of a hypothesis Y is
 
     score(Y) = log p(Y) / lp(|Y|),        lp(n) = ((5 + n) / 6)^alpha,
 
 since log p alone favours short continuations; |Y| includes the stop (Wu et al. 2016, "Google's Neural Machine
 Translation System", arXiv 1609.08144, eq. 14). `early_stopping` says when the search ends, once there are
-K hypotheses. With b the most likely prefix, of n tokens, and N the maximum length of a continuation:
+K hypotheses. Let b be the most likely prefix, with n tokens, and N the maximum length of a continuation:
 
     True       at once
     False      if log p(b) / lp(n) is not above the worst score: b would not improve it by ending here
     "never"    if log p(b) / lp(N) is not above the worst score: no continuation of b can improve it
 
-With K = 1 it is greedy decoding, except for "never"; with K as large as the number of prefixes, an exhaustive
-search. It equals the beam search of Hugging Face transformers with two exceptions: there lp(n) is n^alpha, so
-the results are the same only for a `length_penalty` of 0, and n-grams of the prompt count too.
+With K = 1, beam search is greedy decoding, except for "never". With K as large as the number of prefixes, it
+is an exhaustive search. It equals the beam search of Hugging Face transformers, with two exceptions. There,
+lp(n) is n^alpha, so the results are the same only for a `length_penalty` of 0. And there, n-grams of the
+prompt count too.
 """
 
 from collections.abc import Sequence
@@ -110,7 +112,7 @@ def beam_search(
         no_repeat_ngram_size: n-grams of this size occur at most once among the new tokens (Paulus et al.
             2017, arXiv 1705.04304, section 2.5); 0 disables.
         stop: one token id, or several, each an id or a sequence of ids. A continuation ends with the first of
-            them; without one, all have `max_new_tokens`.
+            them; without a stop, all continuations have `max_new_tokens` tokens.
 
     Returns:
         for each row up to K hypotheses, best score first; none if no allowed continuation ends or reaches
@@ -205,7 +207,8 @@ class _Search(NamedTuple):
     def extend(self, beam: _Beam, following: Tensor) -> tuple[_Beam, Tensor]:
         """Return the most likely extensions, and the index of the prefix of each.
 
-        There are enough that beam_size of them are unfinished: at most one per prefix ends with each stop.
+        Enough are returned that beam_size of them are unfinished: at most one extension of each prefix ends
+        with each stop.
         """
         total = (beam.log_probs.unsqueeze(2) + following).flatten(1)
         most = self.beam_size * (1 + len({ids[-1] for ids in self.stops}))
@@ -215,7 +218,7 @@ class _Search(NamedTuple):
         return _Beam(beam.rows, torch.cat([tokens, token.unsqueeze(2)], dim=2), log_probs), parents
 
     def collect(self, ranked: _Beam) -> Tensor:
-        """Make hypotheses of the finished ones among the first beam_size; return which have finished."""
+        """Make hypotheses of the finished extensions among the first beam_size; return which are finished."""
         length, device = ranked.tokens.shape[2], ranked.tokens.device
         ended = torch.tensor([self.limits[row] == length for row in ranked.rows], device=device).unsqueeze(1)
         for ids in self.stops:

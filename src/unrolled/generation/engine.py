@@ -41,8 +41,8 @@ def generate(
     prompt and the index of the sample, so it does not depend on the other rows. The model runs in
     evaluation mode without gradients; its mode is restored afterwards.
 
-    On a CPU a model that `unrolled.decode.plan` can run is run by a plan, which is made for this call and
-    takes as much memory as the weights. A plan that is kept saves making it: `plan.generate`.
+    On a CPU, a plan runs the model if `unrolled.decode.plan` supports it. The plan is made for this call and
+    takes as much memory as the weights. To make it only once, keep a plan and call `plan.generate`.
 
     Args:
         model: a `Decoder`, or anything with `init_state`, `prefill`, `step` and `config.vocab_size`; or a
@@ -102,7 +102,7 @@ def _plan(model: Recurrent, request: Request, weights: Weights | None) -> Plan |
 
 
 def run(model: Recurrent, request: Request, on_token: OnToken | None = None) -> list[Tensor]:
-    """Continue the prompts of a request with the model itself, which defines what a plan does."""
+    """Continue the prompts of a request with the model itself, which defines what a plan must return."""
     rows: list[list[int]] = [[] for _ in range(request.rows)]
     if not rows or request.limit == 0:
         return [torch.tensor(row, dtype=torch.long) for row in rows]
@@ -135,7 +135,7 @@ def run(model: Recurrent, request: Request, on_token: OnToken | None = None) -> 
 
 
 def filtered(logits: Tensor, seen: Tensor, options: Sampling) -> Tensor:
-    """Apply the options of sampling to `logits [N, V]`, of which the tokens `seen [N, V]` have occurred."""
+    """Apply the options of sampling to `logits [N, V]`; `seen [N, V]` marks the tokens that have occurred."""
     temperature, top_k, top_p, min_p, penalty = options
     logits = logits.double()
     if penalty != 1.0:
@@ -147,7 +147,7 @@ def filtered(logits: Tensor, seen: Tensor, options: Sampling) -> Tensor:
 
 
 def _prefill(model: Recurrent, prompts: list[Tensor], num_samples: int) -> tuple[Tensor, Tensor, Any]:
-    """Read the prompts and fork: logits [B * num_samples, V] after each, tokens seen [same], state."""
+    """Read the prompts and fork; return logits [B * num_samples, V], tokens seen [same] and the state."""
     state = model.init_state(len(prompts))
     device = next(iter(leaves(state).values())).device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)

@@ -1,15 +1,16 @@
-r"""Transcription: what a model of speech heard, by the best path or by a beam search over what is said.
+r"""Transcription: what a model of speech heard, by the best path or by a beam search over symbol sequences.
 
-The best path takes the most likely symbol of each frame, merges repeats and removes blanks. It is one path of
-many that say the same; the search adds them up (Hannun et al. 2014, "First-pass large vocabulary continuous
-speech recognition using bi-directional recurrent DNNs", arXiv 1408.2873, algorithm 1, without a language
-model). For each prefix y it keeps two probabilities, of its paths that end in a blank and of the others,
+The best path takes the most likely symbol of each frame, merges repeats and removes blanks. It is one of many
+paths that say the same; the beam search adds them up (Hannun et al. 2014, "First-pass large vocabulary
+continuous speech recognition using bi-directional recurrent DNNs", arXiv 1408.2873, algorithm 1, without a
+language model). For each prefix y the search keeps two probabilities: b of the paths of y that end in a
+blank, and n of the others,
 
     b_t(y) = p_t(blank) (b_{t-1}(y) + n_{t-1}(y))
     n_t(y) = p_t(c) (b_{t-1}(y') + [c' != c] n_{t-1}(y') + n_{t-1}(y))
 
 where y is y' with the symbol c at its end, and c' is the last symbol of y'. After each frame the `beam_size`
-most likely prefixes are kept. Kept whole, the search is exact.
+most likely prefixes are kept. If all prefixes are kept, the search is exact.
 """
 
 import math
@@ -45,13 +46,13 @@ def transcribe(
     """Return what is said in each sound.
 
     Args:
-        model: of any mode, which is restored.
-        sounds: features [T, n_mels] of each, of any lengths.
+        model: a model in any mode; its mode is restored.
+        sounds: the features [T, n_mels] of each sound, of any lengths.
         beam_size: prefixes that are kept; 1 takes the best path.
         batch_size: sounds that the model reads together.
 
     Returns:
-        the ids [U] of each, int64 on the CPU.
+        the ids [U] of each sound, int64 on the CPU.
 
     Raises:
         ValueError: `beam_size` or `batch_size` is not an integer of at least 1, or a sound has another shape.
@@ -91,7 +92,7 @@ def best_path(log_probs: Tensor) -> Tensor:
 def prefix_search(log_probs: Tensor, beam_size: int) -> list[tuple[Tensor, float]]:
     """The most likely sequences of symbols `[U]`, best first, with their log-probabilities.
 
-    With a small beam these leave out the paths through prefixes that were dropped on the way.
+    With a small beam, the probabilities leave out the paths through prefixes that were dropped on the way.
     """
     blank = log_probs.shape[1] - 1
     beam: dict[Prefix, tuple[float, float]] = {(): (0.0, NEVER)}  # log b and log n

@@ -61,7 +61,7 @@ def n_best(
     Args:
         model: an encoder-decoder, such as an `EncoderDecoder`.
         sources: nonempty sequences of token ids; with the end symbol, if the model was trained with it.
-        max_new_tokens: maximum length of a translation; by default that of its source plus 50.
+        max_new_tokens: maximum length of a translation; by default the length of its source plus 50.
         batch_size: sources per search; sources of similar length are batched together.
         options: the other keyword arguments of `beam_search`, such as `beam_size` and `stop`.
 
@@ -69,7 +69,7 @@ def n_best(
         for each source up to `beam_size` hypotheses with their scores, the best first.
 
     Raises:
-        ValueError: a source is empty or no sequence of ids, or as `beam_search`.
+        ValueError: a source is empty or not a sequence of ids, or as `beam_search`.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but must be at least 1")
@@ -91,7 +91,7 @@ def n_best(
 
 
 def _begin(model: Translates, sources: list[Tensor]) -> tuple[Tensor, Any]:
-    """Read the sources and the start symbol: logits [B, V] of the first token, and the state."""
+    """Read the sources and the start symbol; return logits [B, V] of the first token, and the state."""
     device = next(model.parameters()).device if isinstance(model, nn.Module) else torch.device("cpu")
     lengths = torch.tensor([len(source) for source in sources], device=device)
     ids = nn.utils.rnn.pad_sequence(sources, batch_first=True).to(device)

@@ -1,6 +1,6 @@
 r"""Block-sparse softmax attention: each block of queries reads a list of blocks of keys.
 
-With b(i) = floor(i / C) the block of query i and key j in block floor(j / K), the keys of a query are
+Query i is in block b(i) = floor(i / C), and key j is in block floor(j / K). Query i attends to the keys
 
     J_i = union of { K l, .., K l + K - 1 } over l in blocks[b(i)]
     lse_i = log sum_{j in J_i} exp(scale q_i . k_j)
@@ -8,10 +8,10 @@ With b(i) = floor(i / C) the block of query i and key j in block floor(j / K), t
 
 where a block that is listed twice counts twice. The keys of each list are gathered for a dense
 product, so time is O(T L K (D + M)) for lists of L blocks. Query blocks are processed in groups, and
-the backward pass recomputes them, so memory is that of the inputs, the outputs and one group.
+the backward pass recomputes each group, so memory is that of the inputs, the outputs and one group.
 
-Zaheer et al. 2020, "Big Bird" (arXiv 2007.14062), appendix D, gathers blocks in this way. Attention to other
-keys can be merged through lse (`ops/merge.py`).
+Zaheer et al. 2020, "Big Bird" (arXiv 2007.14062), appendix D, gathers blocks in this way. The result can be
+merged with attention to other keys through lse (`ops/merge.py`).
 """
 
 import math
@@ -26,7 +26,7 @@ from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import average_and_lse
 from unrolled.ops.precision import accumulation_dtype, promoted, without_autocast
 
-CPU_SCORES = 2**18  # of a group: 1 MB, which fits the cache
+CPU_SCORES = 2**18  # scores of a group: 1 MB, which fits the cache
 GPU_SCORES = 2**26  # 256 MB, which keep a GPU busy
 
 
@@ -47,19 +47,21 @@ def block_sparse_attention(
         q: queries `[B,T,H,D]`; the last block may be short.
         k: keys `[B,S,G,D]`; H is a multiple of G, and query head h reads key head h // (H/G).
         v: values `[B,S,G,M]`.
-        blocks: int64, broadcastable to `[B,H,N,L]` for the N = ceil(T/C) blocks of queries: the indices of
-            the key blocks that each attends to, below ceil(S/K); -1 for none.
+        blocks: int64 `[B,H,N,L]`, where B and H may also be 1: for each of the N = ceil(T/C) blocks of
+            queries, the indices of the key blocks that it attends to. An index is below ceil(S/K), or -1 for
+            no block.
         block_size: (C, K), the lengths of a block of queries and of a block of keys.
-        allowed: boolean, broadcastable to `[H,C,L K]`, True = attend: which keys of its list each query of a
-            block reads, the same in every block; all by default.
+        allowed: boolean, broadcastable to `[H,C,L K]`, True = attend: which keys of the list each query of a
+            block attends to. The same mask applies to every block. By default, a query attends to all keys
+            of its list.
         key_padding_mask: `[B,S]`, True = padding: such a key is masked, but keeps its position.
         scale: factor of the scores, 1/sqrt(D) by default.
 
     Returns:
-        `o [B,T,H,M]` in the dtype of `v`, and the log `lse [B,T,H]` of the softmax's denominator in fp32
-        (fp64 for fp64 inputs), which is also what the softmax is computed in. A query that has nothing to
+        `o [B,T,H,M]` in the dtype of `v`, and `lse [B,T,H]`, the logarithm of the softmax's denominator. The
+        softmax is computed and `lse` returned in fp32 (fp64 for fp64 inputs). A query that has nothing to
         attend to gives o = 0 with zero gradient and lse = minus infinity. Gradients of any order reach q, k
-        and v through both.
+        and v through both results.
 
     Raises:
         ValueError: an argument of the wrong shape or type.
@@ -103,8 +105,8 @@ def block_sparse_attention(
 class _Attend(torch.autograd.Function):
     """`_attend_by_groups`, with a gradient that is computed by groups too.
 
-    Scores are recomputed, and the gradients of keys accumulate in place: autograd would allocate zeros
-    for all keys in each group, in time quadratic in the length.
+    The backward pass recomputes the scores and adds up the gradients of the keys in place. Autograd would
+    allocate zeros for all keys in every group, which takes time quadratic in the length.
     """
 
     @staticmethod
@@ -162,7 +164,7 @@ def _gather(k: Tensor, v: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
 def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attend from `q [B,H,g,C,D]` to `k [B,H,g,L K,D]`, `v [B,H,g,L K,M]`: `o` and `lse`.
 
-    `hidden [B,H,g,L K]` are the keys masked for all queries.
+    `hidden [B,H,g,L K]` masks keys for all queries of a block (True = masked).
     """
     masked = hidden.unsqueeze(-2)
     if allowed is not None:
@@ -173,7 +175,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, allowed: Tensor | N
 
 
 def _groups(places: Tensor, per_pair: int, device: torch.device) -> list[slice]:
-    """Split the N query blocks of `places [B,H,N,L]` into groups, given the scores per pair of blocks."""
+    """Split the N query blocks of `places [B,H,N,L]` into groups; a pair of blocks has `per_pair` scores."""
     B, H, N, L = places.shape
     scores = CPU_SCORES if device.type == "cpu" else GPU_SCORES
     size = max(1, scores // max(1, B * H * L * per_pair))

@@ -104,16 +104,16 @@ def check_attn_mask(mask: Tensor, sizes: tuple[int, ...]) -> None:
 
 def check_state_tensor(name: str, x: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> None:
     """Require a tensor of a state to have this shape and type."""
-    if not isinstance(x, Tensor):  # no call otherwise: every step comes here
+    if not isinstance(x, Tensor):  # tested here to save a function call, since every step runs this check
         check_tensor(name, x)
     if x.shape != sizes or x.dtype != dtype:
         raise ValueError(f"{name} is {x.dtype} of shape {shape(x)}, but must be {dtype} {list(sizes)}")
 
 
 def check_log_decay(log_decay: Tensor, k: Tensor, axes: str) -> None:
-    """Require floating-point logarithms of gates on the device of `k`, at most 0 where values may be read.
+    """Require floating-point logarithms of gates on the device of `k`, at most 0 if they may be read.
 
-    Their shape is that of the leading axes of `k`, as many as `axes` names.
+    Their shape is that of the leading axes of `k`, as many axes as `axes` names.
     """
     check_tensor("log_decay", log_decay)
     sizes = k.shape[: axes.count(",") + 1]
@@ -178,7 +178,7 @@ def observed() -> bool:
 
 
 def plain(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether these are `Tensor` or `Parameter` without subclass, and autograd does not record them."""
+    """Whether these are exactly `Tensor` or `Parameter`, no subclass, and autograd does not record them."""
     recording = torch.is_grad_enabled()
     for x in tensors:
         if x is None:

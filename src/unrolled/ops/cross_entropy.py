@@ -2,12 +2,13 @@ r"""Cross-entropy of a linear layer over many outcomes, without all its logits i
 
     loss = -1/n sum_i [(1 - e) log p_i(y_i) + e/V sum_l log p_i(l)],        p_i = softmax(W x_i + b)
 
-sums over the n targets y_i that are not ignored; e is the label smoothing of Szegedy et al. 2015 (arXiv
-1512.00567, eq. 2 with u = 1/V). The gradient of the logits is (p_i - (1 - e) 1[l = y_i] - e/V) / n.
+The sum over i runs over the n targets y_i that are not ignored, and the sum over l over all V outcomes. e is
+the label smoothing of Szegedy et al. 2015 (arXiv 1512.00567, eq. 2 with u = 1/V). The gradient of the logits
+is (p_i - (1 - e) 1[l = y_i] - e/V) / n.
 
-The forward pass makes the logits of `ROWS` rows at a time, and at once turns them into their part of the
-gradients of x, W and b. The backward pass only scales these. That takes no product more than keeping all
-logits does, and less time: the logits stay in the cache.
+The forward pass computes the logits of `ROWS` rows at a time and immediately turns them into their part of
+the gradients of x, W and b. The backward pass only scales these gradients. This needs no more matrix products
+than keeping all logits, and less time, since the logits stay in the cache.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from unrolled.ops.dense import linear
 from unrolled.ops.operators import register
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 
-ROWS = 512  # of logits in memory; with fewer, adding to the gradient of W takes longer
+ROWS = 512  # rows whose logits are in memory; with fewer rows, adding to the gradient of W takes longer
 LOGITS_IN_CACHE = 2**20
 
 
@@ -39,7 +40,7 @@ def linear_cross_entropy(
         smoothing: e.
 
     Returns:
-        a scalar in at least fp32; 0 if every target is ignored. Under autocast, the products run in its type.
+        a scalar in at least fp32; 0 if every target is ignored. Under autocast, products run in its dtype.
     """
     kind, dtype = x.device.type, x.dtype
     if kind != "meta" and torch.is_autocast_enabled(kind) and dtype != torch.float64:
@@ -110,7 +111,10 @@ def _forward(
 
 
 def _losses(logits: Tensor, target: Tensor, smoothing: float, nll: Tensor, gradients: bool) -> None:
-    """Write the loss of each row to `nll`, and its gradient over the logits, a few rows at a time."""
+    """Write the loss of each row to `nll` and, if asked, overwrite the logits with its gradient.
+
+    The rows are processed a few at a time, so that they stay in the cache.
+    """
     few = max(1, LOGITS_IN_CACHE // logits.shape[-1]) if logits.is_cpu else ROWS
     parts = (torch.split(x, few) for x in (logits, target.unsqueeze(-1), nll.unsqueeze(-1)))
     for x, y, loss in zip(*parts, strict=True):
@@ -132,7 +136,7 @@ def _losses(logits: Tensor, target: Tensor, smoothing: float, nll: Tensor, gradi
 def _like_gradients(
     x: Tensor, weight: Tensor, dtype: torch.dtype, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty tensors for the gradients; those of the weights are sums, in at least fp32."""
+    """Empty tensors for the gradients; those of W and b are sums over rows, so they are in at least fp32."""
     exact = accumulation_dtype(dtype)
     return (
         x.new_empty(x.shape if wanted[0] else 0, dtype=dtype),
@@ -156,7 +160,7 @@ def _like_outputs(
 def _backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *saved: Tensor
 ) -> list[Tensor]:
-    """Scale what the forward pass computed; its results are followed by the options."""
+    """Scale the gradients that the forward pass computed, which come first in `saved`."""
     factor, inputs = grad / _count(target), (x, weight, weight if bias is None else bias)
     return [(gradient * factor).to(like.dtype) for gradient, like in zip(saved[:3], inputs, strict=True)]
 

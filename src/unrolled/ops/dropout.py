@@ -1,4 +1,4 @@
-"""Dropout that is as fast on every processor."""
+"""Dropout that is fast on every CPU."""
 
 import torch
 from torch import Tensor, nn
@@ -7,8 +7,8 @@ from torch import Tensor, nn
 class Dropout(nn.Dropout):
     """`torch.nn.Dropout`: in training y_i = m_i x_i / (1 - p), where m_i is 0 with probability p, else 1.
 
-    On a CPU that is not Intel's, torch draws each m_i by itself. Here m_i = [u_i >= p], and the uniform u_i
-    are drawn many at a time, which takes a fifth of the time.
+    On CPUs that are not Intel's, torch draws the m_i one by one. Here m_i = [u_i >= p], and the uniform
+    random numbers u_i are drawn many at a time, which takes a fifth of the time.
     """
 
     def forward(self, x: Tensor) -> Tensor:

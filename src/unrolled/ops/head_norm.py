@@ -11,8 +11,9 @@ from unrolled.ops.precision import accumulation_dtype
 class HeadRMSNorm(nn.Module):
     """y_h = w_h * x_h / sqrt(mean(x_h^2) + eps): RMS normalisation (arXiv 1910.07467, eq. 4) of each head.
 
-    A sum over the keys without a denominator grows with the length; normalised, it has the scale of w.
-    Computed in at least fp32; pass such a sum in fp32, since it may overflow in fp16.
+    A sum over the keys that is not divided by a denominator grows with the length. After normalisation, its
+    scale is that of w. The norm is computed in at least fp32. Pass such a sum in fp32, since it may overflow
+    in fp16.
 
     Args:
         n_heads: number of heads H.

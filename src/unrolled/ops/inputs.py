@@ -9,12 +9,13 @@ from unrolled.ops.checks import check_device, shape
 
 
 def check_input(name: str, x: object, axes: Sequence[str | int], weight: Tensor | None) -> None:
-    """Require a tensor with these axes, the last of this size, on the device and in the dtype of `weight`.
+    """Require a tensor with these axes, on the device and in the dtype of `weight`.
 
-    Another dtype is accepted under autocast. Without a weight, any floating-point dtype is.
+    Only the size of the last axis is checked. Another dtype is accepted under autocast. Without a weight, any
+    floating-point dtype is accepted.
 
     Raises:
-        ValueError: `x` is no such tensor; the message names it.
+        ValueError: `x` is not such a tensor; the message names it.
     """
     sizes = f"[{', '.join(map(str, axes))}]"
     if not isinstance(x, Tensor):

@@ -18,9 +18,9 @@ def padding_mask(lengths: Tensor, longest: int | None = None) -> Tensor:
 
 
 def without_padding(x: Tensor, key_padding_mask: Tensor, nothing: float = 0.0) -> Tensor:
-    """Set `x [B,S,...]` to `nothing` at padding (True), whatever is there.
+    """Set `x [B,S,...]` to `nothing` at padding (True).
 
-    Even with a weight of 0, an inf would give NaN.
+    A weight of 0 for the padding would not be enough: 0 times an infinity in the padding is NaN.
     """
     check_device("key_padding_mask", key_padding_mask, x, "what it masks is")
     return x.masked_fill(key_padding_mask.reshape(*key_padding_mask.shape, *[1] * (x.dim() - 2)), nothing)

@@ -22,7 +22,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 View = tuple[int, int, int, int]  # the struct `Tensor` of native/arguments.h
 
-# All other functions return the `Status` of native/arguments.h.
+# The result types of functions that do not return the `Status` of native/arguments.h.
 _RESULTS = {"fma_peak": ctypes.c_double, "linear_saved_floats": ctypes.c_int64}
 _SUCCESS = 0
 
@@ -34,8 +34,8 @@ def available() -> bool:
     return missing() is None
 
 
-# What `torch.compiler.assume_constant_result` does, without its import of the compiler: loading the library
-# would break the graph.
+# The mark of `torch.compiler.assume_constant_result`, without importing the compiler. torch.compile then does
+# not trace the loading of the library, which would break the graph.
 vars(available)["_dynamo_marked_constant"] = True
 
 
@@ -94,7 +94,7 @@ def call(name: str, *structs: bytes) -> None:
     """Run a kernel on the instruction set in use.
 
     Raises:
-        MemoryError: the kernel could not allocate its workspace. What it has written so far is invalid.
+        MemoryError: the kernel could not allocate its workspace. The outputs written so far are invalid.
     """
     if _function(name, instruction_set())(*structs) != _SUCCESS:
         raise MemoryError(f"the CPU kernel {name} could not allocate its workspace")

@@ -1,7 +1,8 @@
 """Functions that `torch.export` keeps as one operator if the length is dynamic.
 
-A graph with a dynamic length cannot loop over chunks or branch on their number. A function that does becomes
-one operator in such a graph, which runs its Python code; everywhere else it is called directly.
+A graph with a dynamic length cannot loop over chunks or branch on their number. A function that does so
+becomes one operator in such a graph, and the operator runs the function's Python code. Everywhere else, the
+function is called directly.
 """
 
 import inspect
@@ -33,7 +34,7 @@ def like_attention(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) ->
 def like_recurrence(
     q: Tensor, k: Tensor, v: Tensor, *_: object, cu_seqlens: Tensor | None = None, **__: object
 ) -> tuple[Tensor, Tensor]:
-    """Return an empty `o [B,T,H,M]`, and states `[N,G,D,M]` of as many sequences as there are."""
+    """Return an empty `o [B,T,H,M]`, and empty states `[N,G,D,M]` of the N sequences."""
     rows = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
     after = k.new_empty(rows, *k.shape[2:], v.shape[3], dtype=dtype)
@@ -43,12 +44,12 @@ def like_recurrence(
 def one_node(result: Callable[..., Result]) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
     """Make a function of tensors, numbers, strings and dataclasses one operator in a graph of dynamic length.
 
-    The operator is `unrolled::` and the name of the function. It has no gradient: such a graph is for
-    inference. A process that loads one must first import the module of the function.
+    The operator is called `unrolled::` followed by the name of the function. It has no gradient, since such a
+    graph is for inference. A process that loads such a graph must first import the module of the function.
+    The first argument of the function is a tensor `[B,T,...]`, whose length T may be dynamic.
 
     Args:
-        result: returns empty results of the right shapes and dtypes for the same arguments. The length is
-            that of the first argument.
+        result: takes the same arguments, and returns empty results of the right shapes and dtypes.
     """
 
     def wrap(function: Callable[P, Result]) -> Callable[P, Result]:

@@ -26,7 +26,7 @@ def register(
     n_outputs: int,
     saved_outputs: Sequence[int] = (),
 ) -> Any:
-    """Register an operator and its backward operator, and return the former.
+    """Register an operator and its backward operator, and return the operator.
 
     Args:
         forward_schema: `NAME(inputs, other tensors, options) -> outputs`, as `torch.library` writes it.
@@ -39,7 +39,7 @@ def register(
             tensors like the inputs.
         n_inputs: number of inputs, which are the tensors that have gradients.
         n_tensors: number of inputs and other tensors.
-        n_outputs: number of outputs that have gradients, which are the first.
+        n_outputs: number of outputs that have gradients; they come first.
         saved_outputs: indices of the outputs that `backward` needs.
     """
 
@@ -86,8 +86,8 @@ def differentiable_gradients(
 ) -> list[Tensor | None]:
     """Differentiate `run`, which consists of differentiable operations, so that the gradients have gradients.
 
-    They are taken with respect to aliases: an input may itself be computed from another one, and autograd
-    would add up both paths.
+    The gradients are taken with respect to aliases of the inputs. An input may itself be computed from
+    another input, and autograd would add up both paths.
     """
     aliases = [None if x is None else x.view_as(x) for x in inputs]
     outputs = run(*aliases)
@@ -102,7 +102,7 @@ def differentiable_gradients(
 
 
 def gradients(run: Computes, inputs: Sequence[Tensor | None], grads: Sequence[Tensor]) -> list[Tensor]:
-    """Differentiate `run`, which consists of differentiable operations, inside of an operator too.
+    """Differentiate `run`, which consists of differentiable operations; this also works inside an operator.
 
     The gradient of an absent input is empty.
     """
@@ -113,5 +113,5 @@ def gradients(run: Computes, inputs: Sequence[Tensor | None], grads: Sequence[Te
 
     pull_back = torch.func.vjp(of_present, *(x for x in inputs if x is not None))[1]
     found = iter(pull_back(tuple(grads)))
-    # Copies, as gradients that share memory are not allowed there.
+    # Copies, as an operator may not return gradients that share memory.
     return [grads[0].new_empty(0) if x is None else next(found).clone() for x in inputs]

@@ -66,9 +66,9 @@ def check_booleans(**flags: object) -> None:
 class ChecksOptions:
     """A class whose constructors check the types of their bool, int and float arguments by the annotations.
 
-    `window: int` accepts integers but not bool, `rotary: bool` True and False, `scale: float` numbers except
-    NaN; with `| None`, also None. The constructor checks everything else, including infinity.
-    `init_state(batch_size)` is checked too.
+    An argument annotated `window: int` accepts integers but not bool, `rotary: bool` accepts True and False,
+    and `scale: float` accepts numbers except NaN. With `| None`, None is accepted too. The constructor itself
+    checks everything else, such as infinity. The argument of `init_state(batch_size)` is checked too.
 
     Raises:
         ValueError: an argument of another type.
@@ -89,7 +89,7 @@ def _checking(init: Callable[..., None]) -> Callable[..., None]:
     names = [parameter.name for parameter in parameters]
 
     @functools.cache
-    def kinds() -> dict[str, tuple[type, ...]]:  # late, when all annotated names are defined
+    def kinds() -> dict[str, tuple[type, ...]]:  # at the first call, when all annotated names are defined
         hints = get_type_hints(init)
         return {
             name: get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)

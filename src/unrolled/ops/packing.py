@@ -49,12 +49,14 @@ def valid_first(key_padding_mask: Tensor) -> Tensor:
 
 
 def reorder(x: Tensor, places: Tensor) -> Tensor:
-    """y[b, i] = x[b, places[b, i]] for `x [B,S,...]`, `places [B,N]`; `places.argsort(1)` undoes a
-    permutation.
+    """y[b, i] = x[b, places[b, i]] for `x [B,S,...]` and `places [B,N]`.
+
+    To undo a permutation, reorder by `places.argsort(1)`.
     """
     B, S = x.shape[:2]
     row = torch.arange(B, device=places.device).unsqueeze(1)
-    # One flat selection of rows: its backward pass is as fast as forward, unlike that of x[row, places].
+    # One flat selection of rows: its backward pass is as fast as its forward pass, unlike that of
+    # x[row, places].
     return x.flatten(0, 1).index_select(0, (row * S + places).flatten()).reshape(*places.shape, *x.shape[2:])
 
 
@@ -82,7 +84,7 @@ def segment_ids(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def spans(cu_seqlens: Tensor | None, B: int, T: int) -> list[tuple[int, int, int]]:
-    """List the row of each sequence in its batch `[B,T]` or pack, and where it begins and ends there."""
+    """List, for each sequence of a batch `[B,T]` or a pack, its row and where it begins and ends there."""
     if cu_seqlens is None:
         return [(b, 0, T) for b in range(B)]
     return [(0, start, end) for start, end in pairwise(cu_seqlens.tolist())]

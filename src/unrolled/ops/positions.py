@@ -44,7 +44,7 @@ def grid_positions(sizes: Sequence[int], *, device: torch.device | None = None) 
 def fourier_features(
     positions: Tensor, n_bands: int, resolution: Sequence[float], *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Sines and cosines of coordinates in [-1, 1], and these themselves: `[..., A]` -> `[..., A (2K + 1)]`.
+    """Sines and cosines of coordinates in [-1, 1], and the coordinates: `[..., A]` -> `[..., A (2K + 1)]`.
 
         axis x:  [sin(pi f_1 x) .. sin(pi f_K x), cos(pi f_1 x) .. cos(pi f_K x), x]
 
@@ -81,15 +81,16 @@ def rotary(
     dim: int | None = None,
     closed: bool = False,
 ) -> Tensor:
-    """Rotate each pair (x_2i, x_2i+1) by the angle p / base^(2i/D): `x [B,T,H,D]`, `positions [B,T]`,
-    or one token of each, `[B,H,D]` and `[B]`.
+    """Rotate each pair (x_2i, x_2i+1) of `x [B,T,H,D]` by the angle p / base^(2i/D).
 
-    With `dim`, only the first `dim` of the D numbers are rotated, as if they were all (GPT-J). With `closed`
-    the angle is p / base^(2i/(D-2)): the exponents go from 0 to 1 with both ends, as in the code of RetNet.
+    The position p of each token is in `positions [B,T]`. For one token of each row, the shapes are `[B,H,D]`
+    and `[B]`. With `dim`, only the first `dim` of the D numbers are rotated, as if D were `dim` (GPT-J). With
+    `closed`, the angle is p / base^(2i/(D-2)): the exponents go from 0 to 1 inclusive, as in the code of
+    RetNet.
 
     The product of two rotated vectors depends on the difference of their positions only. Su et al. 2021,
     "RoFormer" (arXiv 2104.09864), eq. 34. D is even. With linear attention only the numerator may be rotated:
-    the weights in the denominator must stay positive (eq. 19 there).
+    the weights in the denominator must stay positive (eq. 19 of the same paper).
     """
     if positions.shape != x.shape[:-2]:
         raise wrong_shape("positions", positions, f"{list(x.shape[:-2])} for x {shape(x)}")

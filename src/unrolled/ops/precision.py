@@ -19,7 +19,7 @@ def promoted(*xs: Tensor) -> tuple[Tensor, ...]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Disable autocast, so that sums keep their dtype; the meta device has none."""
+    """Disable autocast, so that sums keep their dtype; the meta device has no autocast."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 

@@ -22,5 +22,5 @@ def multiplies_bf16() -> bool:
 
 
 def has_matrix_unit() -> bool:
-    """Whether a CPU multiplies bfloat16 matrices in a unit of its own (AMX)."""
+    """Whether the CPU has a dedicated unit for products of bfloat16 matrices (AMX)."""
     return "amx_bf16" in description().split()

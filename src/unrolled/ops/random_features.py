@@ -19,15 +19,16 @@ from unrolled.ops.precision import accumulation_dtype
 
 Rows = Literal["orthogonal", "regularised", "independent"]
 
-SMALLEST_DIVISOR = 1e-6  # of features of norm 1: a millionth of the weight of a key that equals the query
+SMALLEST_DIVISOR = 1e-6  # for features of norm 1: a millionth of the weight of a key that equals the query
 
 
 def draw_rows(n: int, dim: int, rows: Rows, generator: torch.Generator) -> Tensor:
     """Draw n directions, `[n, dim]` in fp64 on the CPU.
 
-    "independent" rows are N(0, I). "orthogonal" ones come in blocks of `dim` at right angles to each other,
-    with the lengths of independent ones, so that each by itself still is N(0, I) (Yu et al. 2016, "Orthogonal
-    Random Features", arXiv 1610.09072). "regularised" ones all have the length sqrt(dim) instead.
+    "independent" rows are N(0, I). "orthogonal" rows come in blocks of `dim` rows at right angles to each
+    other, with the lengths of independent rows, so that each row by itself is still N(0, I) (Yu et al. 2016,
+    "Orthogonal Random Features", arXiv 1610.09072). "regularised" rows are orthogonal too, but all have the
+    length sqrt(dim).
     """
 
     def normal(*sizes: int) -> Tensor:
@@ -36,7 +37,8 @@ def draw_rows(n: int, dim: int, rows: Rows, generator: torch.Generator) -> Tenso
     if rows == "independent":
         return normal(n, dim)
     q, r = torch.linalg.qr(normal(-(-n // dim), dim, dim))
-    # QR fixes the signs of a basis by convention; those of R's diagonal make the law uniform (Haar) again.
+    # QR fixes the signs of the basis by convention. With the signs of R's diagonal, the distribution is
+    # uniform (Haar) again.
     directions: Tensor = (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).flatten(0, 1)[:n]
     if rows == "regularised":
         return directions * math.sqrt(dim)
@@ -46,7 +48,8 @@ def draw_rows(n: int, dim: int, rows: Rows, generator: torch.Generator) -> Tenso
 class Projection(nn.Module):
     """The random rows of a layer, drawn on construction and again only by `redraw`.
 
-    Seed, number of redraws and rows are buffers: a state_dict holds them, and equal seeds redraw equally.
+    The seed, the number of redraws and the rows are buffers, so a state_dict holds them. Layers with equal
+    seeds redraw equal rows.
 
     Args:
         n_heads: how many heads have separate rows; 1 to share them.
@@ -82,11 +85,15 @@ class Projection(nn.Module):
         self._draw(int(self.seed), int(self.redraws))
 
     def unless_redrawn(self, o: Tensor, draw: Tensor) -> Tensor:
-        """Return `o [B,...]`, computed from states of `draw [B]`, if the rows are still of that draw.
+        """Return `o [B,...]`, if no redraw took place since its states were made.
+
+        Args:
+            o: the output.
+            draw: the number of redraws when the states behind each row of `o` were made, `[B]`.
 
         Raises:
-            ValueError: they are not. Where reading values has a cost (compiled, or on a GPU), the affected
-                rows of `o` become NaN instead.
+            ValueError: the rows have been redrawn since. Where reading values has a cost (compiled, or on a
+                GPU), the affected rows of `o` become NaN instead.
         """
         same = draw == self.redraws
         if not may_read(draw):
@@ -106,7 +113,7 @@ class Projection(nn.Module):
         return torch.einsum("...hd,hmd->...hm", x, rows.repeat_interleave(x.shape[-2] // len(rows), 0))
 
     def extra_repr(self) -> str:
-        """Sizes and law, for `print(model)`."""
+        """Sizes and distribution, for `print(model)`."""
         n_heads, n_features, dim = self.weight.shape
         return f"n_heads={n_heads}, n_features={n_features}, dim={dim}, rows={self.rows!r}"
 
@@ -127,13 +134,12 @@ def signed_linear_attention(
     weight: Tensor | None = None,
     **keys: Unpack[Keys],
 ) -> tuple[Tensor, LinearState]:
-    """Compute `linear_attention` with features that may be negative, and have a norm of about 1.
+    """Compute `linear_attention` with features that may be negative and have a norm of about 1.
 
     The denominator d = q_i . z_i estimates a positive number, but may itself be small or negative. It is
-    replaced by sign(d) max(|d|, 1e-6 w_i), so that the sign is still that of the sum of the weights. w is 1
-    or, if the keys were scaled (by 1 - a_t, for example), `weight [B,T,H]`: the sum of the factors of all
-    keys that query i attends to. Other arguments and results are those of `linear_attention` with
-    `return_state`.
+    replaced by sign(d) max(|d|, 1e-6 w_i), which keeps its sign. w_i is 1 by default. If the keys were scaled
+    (by 1 - a_t, for example), pass w as `weight [B,T,H]`: w_i is the sum of the factors of all keys that
+    query i attends to. Other arguments and results are those of `linear_attention` with `return_state`.
     """
     before = None if state is None else _joined(state, q, k, v)
     o, after = linear_attention(q, k, _with_ones(v), state=before, return_state=True, normalize=False, **keys)
@@ -163,7 +169,7 @@ def _with_ones(v: Tensor) -> Tensor:
 
 
 def _joined(state: LinearState, q: Tensor, k: Tensor, v: Tensor) -> LinearState:
-    """Append z to S in the same way."""
+    """Append z to S, as `_with_ones` appends 1 to v."""
     sizes = (state.kv.shape[0], *k.shape[-2:], v.shape[-1])
     check_state(state, sizes, accumulation_dtype(q.dtype, k.dtype, v.dtype))
     return LinearState(torch.cat([state.kv, state.k_sum.unsqueeze(-1)], dim=-1), state.k_sum)

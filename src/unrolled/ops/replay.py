@@ -1,8 +1,8 @@
 """Replay: running a function again with the same random numbers and the same discrete choices.
 
 Recomputed inputs may differ by rounding. That hardly changes continuous results, but it can change a
-discrete choice, such as the bucket of a token. So code that makes one calls `chosen`, and a `Replay` returns
-the choice of the first run, just as it restores the state of the random generators.
+discrete choice, such as the bucket of a token. So code that makes a discrete choice calls `chosen`. A
+`Replay` then returns the choice of the first run, and it also restores the state of the random generators.
 """
 
 import threading
@@ -29,7 +29,7 @@ def chosen(choose: Callable[[], Tensor], n: int) -> Tensor:
 
 
 class Replay:
-    """One run of a function of tensors on `device`, to be repeated. It keeps no tensors but the choices."""
+    """One run of a function of tensors on `device`, to be repeated; inputs and results are not kept."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -38,11 +38,11 @@ class Replay:
         self._random: list[Tensor] | None = None
         self._ranks = current()
         self._autocast: tuple[bool, torch.dtype] | None = None
-        if (kind := device.type) != "meta":  # which has no autocast
+        if (kind := device.type) != "meta":  # the meta device has no autocast
             self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
     def first(self, function: Callable[[*Ts], Result], *args: *Ts) -> Result:
-        """Run the function; record its choices and, if it draws random numbers, the state before."""
+        """Run the function; record its choices and, if it draws random numbers, the random state before."""
         before = self._generators()
         result = self._run(function, args)
         if not all(map(torch.equal, before, self._generators())):
@@ -50,7 +50,7 @@ class Replay:
         return result
 
     def again(self, function: Callable[[*Ts], Result], *args: *Ts) -> Result:
-        """Run it again, under the recorded autocast state. The global generators are not advanced."""
+        """Run the function again, under the recorded autocast state; the global generators do not advance."""
         self._next = 0
         cuda = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(cuda) if self._random else nullcontext():

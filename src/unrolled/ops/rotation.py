@@ -1,7 +1,7 @@
-"""Rotation of pairs of numbers by given angles, which rotary positions are made of.
+"""Rotation of pairs of numbers by given angles, the operation behind rotary positions.
 
-On a CPU a C++ kernel does it in one pass over the memory. Compilers, exporters and transforms see plain
-operations, which they fuse or know the derivatives of.
+On a CPU, a C++ kernel rotates all pairs in one pass over the memory. Compilers, exporters and transforms see
+plain operations, which they can fuse and differentiate.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from unrolled.ops.native import TYPES, address, readable, struct, view
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first P pairs (x_2i, x_2i+1) of each head by angles; copy what follows them.
+    """Rotate the first P pairs (x_2i, x_2i+1) of each head by angles; copy the numbers after them.
 
         y_2i = x_2i cos_i - x_2i+1 sin_i,    y_2i+1 = x_2i sin_i + x_2i+1 cos_i
 

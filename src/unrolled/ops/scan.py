@@ -1,4 +1,4 @@
-"""The linear recurrence of numbers, in parallel."""
+"""A linear recurrence of numbers, computed in parallel."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,9 @@ from unrolled.ops.node import one_node
 def linear_scan(a: Tensor, b: Tensor) -> Tensor:
     """x_t = a_t x_{t-1} + b_t along axis 1, from x_{-1} = 0; `a` broadcasts to `b`.
 
-    Two steps are one of the same kind: x_t = a_t a_{t-1} x_{t-2} + (a_t b_{t-1} + b_t). So the odd steps are
-    a sequence half as long, which then gives the even ones: O(T) in all, one behind the other 2 log2(T).
+    Two steps combine into one step of the same kind: x_t = a_t a_{t-1} x_{t-2} + (a_t b_{t-1} + b_t). So the
+    odd steps form a recurrence of half the length, and its results give the even steps. This takes O(T)
+    operations in all, in 2 log2(T) parallel stages.
     """
     T = b.shape[1]
     if T < 2:

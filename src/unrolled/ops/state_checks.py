@@ -9,13 +9,14 @@ from torch import Tensor
 from unrolled.ops.checks import shape
 
 Growing = Mapping[str, "tuple[int, str] | Growing"]
-"""The fields that grow with the number of tokens: their axis, and a letter shared by those of equal length.
+"""Maps each field that grows with the number of tokens to its axis and a letter.
 
-For a field that is itself a state, the `Growing` of that state; if missing, this one applies to it too.
+Fields with the same letter have equal lengths. A field that is itself a state maps to the `Growing` of that
+state; if it is missing here, this mapping applies to it too.
 """
 
 CONSTANT: Growing = {}
-"""For a state that does not grow."""
+"""The `Growing` of a state that does not grow."""
 
 
 class Field(NamedTuple):
@@ -23,12 +24,12 @@ class Field(NamedTuple):
 
     name: str
     dtype: torch.dtype
-    sizes: tuple[int, ...]  # without the batch; along `axis` the least
-    axis: int  # that may be longer; 0 for none
+    sizes: tuple[int, ...]  # without the batch; along `axis`, the smallest size allowed
+    axis: int  # the axis that may be longer; 0 for none
     letter: str
 
     def fits(self, x: object, rows: int, device: torch.device, lengths: dict[str, int]) -> bool:
-        """Whether `x` is such a tensor. The first field of a letter sets the length of those after it."""
+        """Whether `x` is such a tensor. The first field with a letter sets the length of all with it."""
         if not isinstance(x, Tensor) or x.dtype is not self.dtype or x.device != device:
             return False
         found, axis = x.shape, self.axis
@@ -70,14 +71,15 @@ def check_state(
 ) -> None:
     """Require a state of `module` for `rows` rows, on the device of its weight `like`.
 
-    `growing`, by default `module.growing`, says which fields grow. Types and shapes are those of a state with
-    no rows, made by `empty`, by default `init_state(0)`, once per dtype of the weights. No values are read.
+    `growing` says which fields grow; it is `module.growing` by default. The expected types and shapes are
+    those of a state with no rows, which `empty` makes once per dtype of the weights. By default, `empty`
+    is `init_state(0)`. No values are read.
 
     Raises:
         ValueError: a state of another type, or tensors of another number, dtype, shape or device.
     """
     known: dict[tuple[str, torch.dtype], Structure] = {}
-    if not torch.compiler.is_compiling():  # where making the empty state costs nothing
+    if not torch.compiler.is_compiling():  # while compiling, making the empty state costs nothing
         known = module.__dict__.setdefault("_state_structures", known)
     if (key := (name, like.dtype)) not in known:
         made = module.init_state(0) if empty is None else empty()

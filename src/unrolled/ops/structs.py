@@ -1,8 +1,8 @@
 """The structs and enums that the C++ kernels take, read from the C header itself.
 
-The library holds the text of the header that it was compiled from (`native/arguments.h`). That is the only
-declaration of them, so what Python writes is what the kernels read. Structs are packed as bytes, in a
-fraction of the time of filling a `ctypes.Structure`, which matters where a kernel runs for a few
+The library holds the text of the header that it was compiled from (`native/arguments.h`). This header is the
+only declaration of the structs, so what Python writes is what the kernels read. Packing a struct as bytes
+takes a fraction of the time of filling a `ctypes.Structure`, which matters where a kernel runs for a few
 microseconds.
 """
 
@@ -19,8 +19,8 @@ class Layout:
 
     Attributes:
         fields: the format of each field by its name, in the order of the header.
-        format: of the whole struct, nested ones being expanded in place.
-        pack: returns the struct as bytes, given every field by its name, a nested struct as a tuple.
+        format: the format of the whole struct, with nested structs expanded in place.
+        pack: takes every field by its name, a nested struct as a tuple, and returns the struct as bytes.
     """
 
     def __init__(self, fields: Mapping[str, str]):
@@ -29,7 +29,7 @@ class Layout:
         # "0q" adds the padding that aligns what follows to a q: a struct is aligned like its widest scalar.
         align = f"0{max(re.sub('[^a-zA-Z]', '', scalars), key=calcsize)}"
         self.format = align + scalars + align
-        # A function of the fields' names, so that Python checks them at the price of any other call.
+        # A function whose parameters are the fields, so that Python checks their names as part of the call.
         values = (name if len(kind) == 1 else f"*{name}" for name, kind in fields.items())
         source = f"lambda *, {', '.join(fields)}: pack({', '.join(values)})"
         self.pack: Callable[..., bytes] = eval(source, {"pack": Struct(self.format).pack})

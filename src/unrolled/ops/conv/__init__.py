@@ -2,12 +2,12 @@ r"""Short causal convolution: every channel is filtered over the last W tokens w
 
     y_tc = sum_{l < W} w_cl x_t+l-W+1,c
 
-The last tap is that of the current token, as in `torch.nn.functional.conv1d`. The inputs before the first
-token are those of the state, zeros by default. One token at a time, the last W - 1 inputs are the state.
+The last tap is that of the current token, as in `torch.nn.functional.conv1d`. The state holds the last W - 1
+inputs. The inputs before the first token are those of the given state, zeros by default.
 
 With W = 4 on queries, keys and values: Yang et al. 2024 (arXiv 2406.06484), section 3.3; Dao and Gu 2024
-(arXiv 2405.21060), section 7. A recurrence compares a token with its neighbours poorly, as Fu et al. 2022
-show (arXiv 2212.14052, section 3).
+(arXiv 2405.21060), section 7. A recurrence alone is poor at comparing a token with its
+neighbours (Fu et al. 2022, arXiv 2212.14052, section 3).
 
 Time O(T C W), memory O(T C), state O(C W).
 """
@@ -51,8 +51,8 @@ def causal_conv(
     Args:
         x: `[B,T,C]`.
         weight: taps `[C,W]`, the last one for the current token.
-        key_padding_mask: `[B,T]`, True = padding: such a token is left out, so that those on both sides of it
-            are neighbours. The output there is 0.
+        key_padding_mask: `[B,T]`, True = padding: a padded token is left out, so the tokens on both sides of
+            it become neighbours. Its output is 0.
         cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1).
         state: inputs before the first token `[B,W-1,C]`, the latest last; N rows with `cu_seqlens`; zeros by
             default.
@@ -94,7 +94,7 @@ def causal_conv_step(x: Tensor, weight: Tensor, state: Tensor) -> tuple[Tensor, 
 
 
 def causal_conv_reference(x: Tensor, weight: Tensor, **options: Unpack[Options]) -> tuple[Tensor, Tensor]:
-    """Compute what `causal_conv` does by its definition, token by token, with the same arguments."""
+    """Compute `causal_conv` by its definition, token by token, with the same arguments."""
     key_padding_mask, cu_seqlens = options.get("key_padding_mask"), options.get("cu_seqlens")
     state = _check(x, weight, key_padding_mask, cu_seqlens, options.get("state"))
     y, states = torch.zeros_like(x), []

@@ -8,7 +8,10 @@ from unrolled.ops.native import TYPES, View, address, readable, sequences, struc
 
 
 def supports(x: Tensor, weight: Tensor, state: Tensor) -> bool:
-    """Whether the kernels can run inputs of these types, on this device; the state of fp64 taps is fp64."""
+    """Whether the kernels can run inputs of these types, on this device.
+
+    The dtype of the state shows that neither inputs nor taps are fp64.
+    """
     return x.is_cpu and x.dtype in TYPES and state.dtype == torch.float32 and native.available()
 
 

@@ -8,7 +8,7 @@ from unrolled.ops.packing import segment_ids
 
 
 def supports(x: Tensor, weight: Tensor, state: Tensor) -> bool:
-    """Whether it can run these inputs: all of them."""
+    """Whether this form can run these inputs: always."""
     return True
 
 
@@ -23,7 +23,7 @@ def forward(
         inputs = torch.cat([state, x.to(state.dtype)], dim=1)
         y = sum((tap * inputs[:, i : i + T] for i, tap in enumerate(taps)), inputs.new_zeros(()))
         return y.to(x.dtype), inputs[:, T:]
-    # Every sequence after the rows of its state, in one row.
+    # Lay every sequence behind the rows of its own state, all in one row.
     token = torch.arange(T, device=x.device) + (segment_ids(cu_seqlens, T) + 1) * past
     ends = cu_seqlens[1:].long() + torch.arange(1, len(cu_seqlens), device=x.device) * past
     starts = cu_seqlens[:-1].long() + torch.arange(len(cu_seqlens) - 1, device=x.device) * past

@@ -1,7 +1,7 @@
 """The causal convolution in Triton, for CUDA, by chunks of tokens and blocks of channels, all in parallel.
 
-A kernel reads and writes each number once, apart from the cache; only the gradients of the taps are summed
-over chunks of 64 tokens in memory: 4 W / 64 bytes per number of x.
+A kernel reads and writes each number in memory once; repeated reads come from the cache. Only the gradients
+of the taps take extra memory: one sum per chunk of 64 tokens, which is 4 W / 64 bytes per number of x.
 """
 
 import torch
@@ -12,8 +12,8 @@ from unrolled.ops.triton import TYPES, on, runs_on
 from unrolled.ops.triton.check import TOKENS, Call, Example, random_tensors, trusted
 from unrolled.ops.triton.launch import Slots, block, blocks, launch, with_strides
 
-MOST_TAPS = 16  # the kernels are unrolled over them
-CHUNK, CHANNELS = 64, 64  # of a program
+MOST_TAPS = 16  # the kernels are unrolled over the taps
+CHUNK, CHANNELS = 64, 64  # tokens and channels of a program
 
 
 def supports(x: Tensor, weight: Tensor, state: Tensor) -> bool:

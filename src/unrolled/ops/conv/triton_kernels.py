@@ -3,9 +3,10 @@
 """Triton kernels of the causal convolution.
 
 Forward: `outputs`, by chunks of C tokens and blocks of BC channels, and `states`, the last inputs.
-Backward: `input_gradients`, with what each chunk adds to the gradients of the taps, and `state_gradients`.
+Backward: `input_gradients`, which also computes what each chunk adds to the gradients of the taps, and
+`state_gradients`.
 
-An input of sequence n is addressed by its place in memory; the W - 1 places before the first token stand for
+An input of a sequence is addressed by its place in memory. The W - 1 places before the first token stand for
 the rows of the state. No two programs write to the same memory, so every run gives the same bits.
 """
 
@@ -17,7 +18,7 @@ from unrolled.ops.triton.tiles import UNSPECIALIZED, load_tile, place, place_seq
 
 @triton.jit
 def inputs_at(x, strides, state, row, sequence, begin, at, exists, c, inside, channels, W: tl.constexpr):
-    """Return the inputs at these places as fp32, from the state before the first token."""
+    """Return the inputs at these places as fp32; those before the first token come from the state."""
     past = at < begin
     given = load_tile(x + row * strides[0], at, strides[1], exists & (at >= begin), c, strides[2], inside)
     state += sequence.to(tl.int64) * (W - 1) * channels
@@ -67,7 +68,7 @@ def states(
     x, x_strides, state, after, length, cu_seqlens, channels,
     W: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """The last W - 1 inputs of a sequence, of which ROWS are padded."""
+    """The last W - 1 inputs of a sequence; ROWS is a power of two that covers W - 1."""
     sequence = tl.program_id(0)
     row, begin, end = place_sequence(sequence, length, cu_seqlens)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -84,7 +85,7 @@ def input_gradients(
     length, chunks, cu_seqlens, owners, channels,
     W: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a chunk of inputs, and what it adds to those of the taps, [slots, W, channels]."""
+    """Gradients of a chunk of inputs, and its part of the gradients of the taps, [slots, W, channels]."""
     slot = tl.program_id(0)
     sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
     _, begin, end = place_sequence(sequence, length, cu_seqlens)
@@ -108,7 +109,7 @@ def state_gradients(
     weight, w_strides, grad_y, y_strides, grad_state, d_state, length, cu_seqlens, channels,
     W: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the state before a sequence, of which ROWS are padded."""
+    """Gradients of the state before a sequence; ROWS is a power of two that covers its W - 1 rows."""
     sequence = tl.program_id(0)
     row, begin, end = place_sequence(sequence, length, cu_seqlens)
     c = tl.program_id(1) * BC + tl.arange(0, BC)

@@ -2,12 +2,13 @@ r"""The delta rule: a linear memory that erases what a key holds before it write
 
     S_t = a_t (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T        o_t = S_t^T q_t
 
-In two steps: S decays, S <- a_t S; then S <- S + b_t k_t (v_t - S^T k_t)^T moves what k_t retrieves towards
-v_t, one step of gradient descent on |S^T k_t - v_t|^2 / 2 with rate b_t. Keys have length 1.
+The update has two steps. First S decays, S <- a_t S. Then S <- S + b_t k_t (v_t - S^T k_t)^T moves the value
+that k_t retrieves towards v_t. This is one step of gradient descent on |S^T k_t - v_t|^2 / 2 with rate b_t.
+Keys have length 1.
 
 Yang, Wang, Zhang, Shen and Kim 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence
 Length" (arXiv 2406.06484), section 2.2. Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks" (arXiv
-2412.06464), eq. 10. Kimi Team 2025, "Kimi Linear" (arXiv 2510.26692), eq. 1, for gates of channels.
+2412.06464), eq. 10. Kimi Team 2025, "Kimi Linear" (arXiv 2510.26692), eq. 1, with a gate per channel.
 """
 
 from typing import TypedDict, Unpack
@@ -52,8 +53,8 @@ def delta_rule(
         k: keys `[B,T,G,D]` of length at most 1; query head h reads state h // (H/G).
         v: values `[B,T,G,M]`.
         beta: rates `[B,T,G]`, from 0 (write nothing) to 2; 1 replaces what a unit key held.
-        log_decay: natural logarithm of the gates a, at most 0; minus infinity clears the state, or the row of
-            a channel. `[B,T,G]`, or `[B,T,G,D]` for a gate of every channel of the keys.
+        log_decay: natural logarithm of the gates a, at most 0. `[B,T,G]`, or `[B,T,G,D]` for a gate of every
+            channel of the keys. Minus infinity clears the state, or the state's row of that channel.
         key_padding_mask: `[B,T]`, True = padding: such a token leaves the state unchanged.
         cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1).
         state: S `[B,G,D,M]` before the first token, N rows with `cu_seqlens`; zeros by default.
@@ -96,7 +97,7 @@ def delta_rule_step(
 def delta_rule_reference(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `delta_rule` does by its definition, token by token, with the same arguments."""
+    """Compute `delta_rule` by its definition, token by token, with the same arguments."""
     cu_seqlens, padding = options.get("cu_seqlens"), options.get("key_padding_mask")
     q, k, v, beta, log_decay, state = _prepare(
         q, k, v, beta, options.get("log_decay"), padding, cu_seqlens, options.get("state")
@@ -112,7 +113,7 @@ def delta_rule_reference(
 
 
 def _recurrence(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Run the definition on rows of one length each."""
+    """Run the definition on rows of equal length."""
     q, k, v, beta, log_decay, state = inputs
     steps = [v.new_zeros(len(q), 0, q.shape[2], v.shape[3])]
     for t in range(q.shape[1]):

@@ -6,8 +6,8 @@ and S the state before the chunk, the C corrections of a chunk solve a triangula
     (I + tril(diag(b) K K^T * D, -1)) [U, W] = diag(b) [V, diag(e^L) K]
     N = U - W S        O = diag(e^L) Q S + (Q K^T * D) N        S' = e^(L_C) S + (diag(e^(L_C - L)) K)^T N
 
-With a gate for every channel of the keys, L [C,D] holds a sum for each of them, and the products over the
-channels c are those of gated linear attention (`ops.gla.chunked`), so that no exponent is positive:
+With a gate for every channel of the keys, L [C,D] holds a sum for each channel. The products over the
+channels c are computed as in gated linear attention (`ops.gla.chunked`), so that no exponent is positive:
 
     (K K^T * D)_ij = sum_c k_ic k_jc exp(L_ic - L_jc)        e^L * K and e^(L_C - L) * K, elementwise
 
@@ -46,11 +46,11 @@ class Inputs(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """What the gates make of the queries and keys of the chunks; see `ops.chunks`."""
+    """Products of the queries, keys and gates of the chunks; see `ops.chunks` for the letters."""
 
-    key_products: Tensor  # K K^T * D [X,n,1,C,C], of which the part below the diagonal is read
+    key_products: Tensor  # K K^T * D [X,n,1,C,C]; only the part below the diagonal is read
     query_products: Tensor  # tril(Q K^T * D) [X,n,P,C,C]
-    from_start: Tensor  # e^L [X,n,1,C,D], like the next two with 1 in the place of D if all channels share it
+    from_start: Tensor  # e^L [X,n,1,C,D]; here and below, 1 in place of D if all channels share a gate
     to_end: Tensor  # e^(L_C - L)
     through: Tensor  # e^(L_C) [X,n,1,D,1]
 
@@ -69,8 +69,8 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
             gates = log_decay.clamp(min=LOWEST_GATE).to(exact)
             gates = split_chunks(gates if inputs.by_channel else gates.unsqueeze(-1), n, C, G)
             x = (_gates_by_channel if inputs.by_channel else _gates_by_head)(qs, ks, gates)
-        # The solver takes the diagonal as 1 and does not read above it. With similar keys and rates near 2
-        # the solution alternates in sign; in fp32 it would lose digits that the token-by-token form keeps.
+        # The solver takes the diagonal as 1 and does not read above it. With similar keys and rates near 2,
+        # the solution alternates in sign and would lose digits in fp32 that the token-by-token form keeps.
         right_side = rates * torch.cat([vs.to(exact), x.from_start * ks.to(exact)], dim=-1)
         system = rates * x.key_products
         solution = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
@@ -88,9 +88,9 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _chunk_sizes(inputs: Inputs) -> tuple[int, int]:
-    """Number of chunks, and of tokens in each."""
+    """Number of chunks, and number of tokens in each."""
     T = inputs.q.shape[1]
-    longest = 32 if max(inputs.state.shape[2:]) <= 64 else 64  # wider states are read less often
+    longest = 32 if max(inputs.state.shape[2:]) <= 64 else 64  # longer chunks read a wide state less often
     if inputs.by_channel:
         return gla.chunk_sizes(T, longest)
     n = max(1, math.ceil(T / longest))

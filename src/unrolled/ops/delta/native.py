@@ -1,6 +1,6 @@
-"""The delta rule on a CPU: the C++ kernels of linear attention, with rates.
+"""The delta rule on a CPU, by the C++ kernels of linear attention with rates.
 
-With a gate for every channel they are those of gated linear attention.
+With a gate for every channel, the kernels of gated linear attention run it.
 """
 
 import torch
@@ -23,14 +23,14 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Compute what `packed.forward` does.
 
-    With a `unit_epsilon` above 0, for queries and keys x / sqrt(|x|^2 + unit_epsilon), and queries times
-    `query_scale`, in single precision; only with gates of heads.
+    With a `unit_epsilon` above 0, queries and keys x are first divided by sqrt(|x|^2 + unit_epsilon), and the
+    queries are multiplied by `query_scale`, both in fp32. Neither is possible with a gate for every channel.
     """
     if inputs.by_channel:
         return gla.forward(_gated(inputs), cu_seqlens, inputs.beta)
     problem, _kept = _described(inputs, cu_seqlens, unit_epsilon, query_scale)
     o = inputs.v.new_empty(*inputs.q.shape[:3], inputs.v.shape[3])
-    state = inputs.state.new_empty(inputs.state.shape)  # contiguous, whatever the strides of the first one
+    state = inputs.state.new_empty(inputs.state.shape)  # contiguous, whatever the strides of the first state
     outputs = struct("LinearOutputs")(o=address(o), kv=address(state), k_sum=0, divisor=0)
     native.call("linear_forward", problem, outputs)
     return o, state

@@ -1,4 +1,4 @@
-"""The delta rule: dispatches to the kernels, one torch operator, or to the plain form."""
+"""Dispatch of the delta rule to the kernels, as one torch operator, or to the plain form."""
 
 from types import ModuleType
 from typing import Any

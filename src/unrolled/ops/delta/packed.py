@@ -1,4 +1,4 @@
-"""The delta rule in plain PyTorch, for packed sequences too: buckets of similar lengths run padded."""
+"""The delta rule in plain PyTorch; packed sequences of similar lengths run together, padded."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from unrolled.ops.packing import length_buckets
 
 
 def supports(q: Tensor, v: Tensor) -> bool:
-    """Whether it can run these inputs: all of them."""
+    """Whether this form can run these inputs: always."""
     return True
 
 

@@ -3,19 +3,21 @@
 The corrections N of a chunk are the values of gated linear attention, whose kernels do the rest. Forward:
 
 1. `corrections`: solves the triangular system of each chunk, all in parallel.
-2. `scan`: walks along the chunks with S in registers, by columns of S, and leaves the states and N.
+2. `scan`: walks along the chunks with S in registers, by columns of S, and stores the states and N.
 3. Linear attention's `outputs`, all in parallel.
 
 Backward:
 
-4. The states and N again; linear attention's `query_gradients`.
-5. Linear attention's `value_gradients` and `chunk_sums` over the queries: what outputs add to the gradients
-   of N and of the states. `scan_back` completes both, from the last chunk to the first.
+4. 1 and 2 again, for the states and N; linear attention's `query_gradients`.
+5. Linear attention's `value_gradients` and `chunk_sums` over the queries: what the outputs add to the
+   gradients of N and of the states. `scan_back` completes both, from the last chunk to the first.
 6. Linear attention's `key_gradients`.
-7. `correction_gradients` and `key_gradients`: back through the systems. Linear attention's `gate_gradients`.
+7. `correction_gradients` and `key_gradients`: the gradients through the triangular systems. Linear
+   attention's `gate_gradients`.
 
-Everything but inputs and their gradients is fp32. Memory besides the results, per token and key head, in
-numbers: forward R + M and a state per 64 tokens; backward 2 R + 3 M, 64, and two states per 64 tokens.
+Everything is fp32, except the inputs and their gradients. Memory besides the results, in numbers per token
+and key head: R + M in the forward pass, 2 R + 3 M + 64 in the backward pass. For every 64 tokens, the forward
+pass also keeps one state, and the backward pass two.
 """
 
 from torch import Tensor

@@ -5,7 +5,7 @@
 1. `corrections`: U and W of each chunk, by the inverse of its triangular system.
 2. `scan`: the states, and N = U - W S of each chunk.
 
-The formulas and letters are those of `chunked.py`, and R and M the widths of keys and values; layouts are
+The formulas and letters are those of `chunked.py`; R and M are the widths of keys and values. Layouts are
 those of `ops.linear.triton_kernels`. No two programs write to the same memory.
 """
 
@@ -28,8 +28,8 @@ from unrolled.ops.triton.tiles import (
 def inverse_of_unit_lower(a, C: tl.constexpr, LEVELS: tl.constexpr):
     """Return (I + a)^-1 for a strictly lower triangular a, by halves, in 2 log2(C) - 2 products.
 
-    With X the inverse of each block of s tokens and a' what a has between the halves of a block of 2 s, the
-    inverse of the larger blocks is X - X a' X.
+    Let X be the inverses of the blocks of s tokens, and a' the part of a between the two halves of each block
+    of 2 s tokens. The inverses of the larger blocks are then X - X a' X.
     """
     i = tl.arange(0, C)
     lower = ((i[:, None] ^ i[None, :]) == 1) & (i[:, None] > i[None, :])
@@ -48,9 +48,9 @@ def corrections(
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
     LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """1. [U, W] = (I + A)^-1 diag(b) [V, diag(e^L) K] of a chunk, with the inverse if it is asked for.
+    """1. [U, W] = (I + A)^-1 diag(b) [V, diag(e^L) K] of a chunk, and the inverse if it is asked for.
 
-    Of gates also e^(L_C - L) and e^(L_C), for `scan`.
+    With gates, also e^(L_C - L) and e^(L_C), for `scan`.
     """
     slot, g = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)

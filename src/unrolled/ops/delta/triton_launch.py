@@ -26,7 +26,7 @@ class Corrections(NamedTuple):
 
 
 class Problem(linear_launch.Problem):
-    """That of gated linear attention whose values are the corrections N, and the launches that find these."""
+    """Gated linear attention whose values are the corrections N, and the launches that compute N."""
 
     configs_of_16_bits = linear_launch.CONFIGS_OF_FP32_VALUES
 
@@ -36,7 +36,7 @@ class Problem(linear_launch.Problem):
         super().__init__(linear.Inputs(q, k, v, log_decay, None, None), options)
         self.beta, self.state = with_strides(beta), state
         of_fp32 = linear_launch.config_for(linear_launch.CONFIGS, self.R, self.M)
-        self.of_systems = linear_launch.options_of(of_fp32, self.R, self.M)  # whose solutions are fp32
+        self.of_systems = linear_launch.options_of(of_fp32, self.R, self.M)  # their solutions are fp32
         self.tensors = *self.k, *self.v, *self.beta, *self.gates
 
     def with_values(self, n: Tensor) -> "Problem":
@@ -63,9 +63,9 @@ class Problem(linear_launch.Problem):
         return found
 
     def scan_corrections(self, found: Corrections, n: Tensor) -> tuple[Tensor, Tensor]:
-        """Fill `n [B,T,G,M]`, which may be U; return the states before the chunks, and the last ones."""
+        """Fill `n [B,T,G,M]`, which may be U; return the states before the chunks, and the last states."""
         states = self._scratch(self.keys.n, self.G, self.R * self.M + self.R)
-        states[..., self.R * self.M :] = 0  # of linear attention's other state
+        states[..., self.R * self.M :] = 0  # linear attention's sum of keys, which the delta rule lacks
         after = self.state.new_empty(self.state.shape)
         tensors = (found.w, found.u, n, found.to_end, found.through, *with_strides(self.state))
         self._walk(kernels.scan, *tensors, states, after)
@@ -74,7 +74,7 @@ class Problem(linear_launch.Problem):
     def scan_back(
         self, found: Corrections, d_n: Tensor, d_states: Tensor, last: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Turn what outputs add to the gradients of N and of the states into these gradients, in place.
+        """Complete the gradients of N and of the states in place, given what the outputs add to them.
 
         Returns:
             the gradients of the states after the chunks, and of the first states.
@@ -102,7 +102,7 @@ class Problem(linear_launch.Problem):
     def correction_gradients(
         self, found: Corrections, d_n: Tensor, states: Tensor, d_reads: Tensor | None, beta: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Compute dv and dbeta, add to d_reads, and prepare `found` for `key_gradients_of`."""
+        """Compute dv and dbeta, add to d_reads, and prepare `found` for `add_key_gradients`."""
         dv, d_beta = self.inputs.v.new_empty(self.inputs.v.shape), beta.new_empty(beta.shape)
         arguments = (*self.tensors, found.u, found.w, d_n, states, found.inverses, d_reads, dv, d_beta)
         sizes = (*self.keys[1:], self.G, self.P)
@@ -111,7 +111,7 @@ class Problem(linear_launch.Problem):
         return dv, d_beta
 
     def add_key_gradients(self, found: Corrections, d_read: Tensor) -> Tensor:
-        """Return dk: what outputs and states read, in fp32, and what passes through the systems."""
+        """Return dk: `d_read`, the gradient through outputs and states in fp32, plus that of the systems."""
         dk = self.inputs.k.new_empty(self.inputs.k.shape)
         arguments = (*self.k, *self.beta, *self.gates, found.w, found.inverses, d_read, dk)
         grid = self.keys.n, self.G, blocks(self.R, self.of_systems["BR"])

@@ -13,9 +13,9 @@ from unrolled.ops.dense import native, onednn
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = x W^T + b, as `torch.nn.functional.linear`: `x [..., in]`, `weight [out, in]` -> `[..., out]`.
 
-    With few rows the time goes into reading W, which torch's matrix products do not read in memory order.
-    So a separate kernel computes them, in eager inference on a CPU. Many rows go to oneDNN in fp32 on AMD's
-    processors, where it is twice as fast.
+    With few rows, most of the time goes into reading W, which torch's matrix products do not read in memory
+    order. So a separate kernel computes these products in eager inference on a CPU. With many rows in fp32,
+    oneDNN computes them on AMD's processors, where it is up to twice as fast.
     """
     eager = inferring(x, weight, bias) and not torch.is_autocast_enabled(x.device.type)
     if eager and native.supports(x, weight, bias):

@@ -8,12 +8,13 @@ from torch import Tensor
 from unrolled.ops import native
 from unrolled.ops.dispatch import prefers
 
-# With more rows torch's matrix products are as fast; in half precision they have instructions of their own.
+# With more rows, torch's matrix products are as fast. In half precision they use special instructions, so
+# fewer rows are enough.
 MOST_ROWS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
 
 
 def supports(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernel can run these tensors, and is the fastest way to."""
+    """Whether the kernel can run these tensors and is the fastest choice."""
     dtype, inputs = x.dtype, weight.shape[1]
     return (
         0 < x.numel() <= MOST_ROWS.get(dtype, 0) * inputs

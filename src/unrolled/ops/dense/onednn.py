@@ -1,7 +1,7 @@
 """Linear layers of many rows in fp32 by oneDNN, on processors where torch's own products are slow.
 
-On x86 torch multiplies fp32 matrices with MKL, whose fast code is for Intel's processors. GFLOP/s of one
-thread, for 784 and 4,096 rows and widths of 256 to 1,024:
+On x86, torch multiplies fp32 matrices with MKL, whose fast code is for Intel's processors. The table gives
+GFLOP/s of one thread, for 784 and 4,096 rows and widths of 256 to 1,024:
 
                                       multiply-adds at most     MKL              oneDNN
     Zen 5, y = x W^T                  236                       87 to 95         191 to 207
@@ -15,7 +15,7 @@ thread, for 784 and 4,096 rows and widths of 256 to 1,024:
     Xeon with AVX-512, gradient of W  242                       179 to 197       108 to 181
 
 So the choice is by the processor's vendor. Choosing by a measurement would let two runs of one program differ
-in rounding, and a run that is resumed must end like one that was not interrupted.
+in rounding, but a resumed run must give the same results as an uninterrupted one.
 """
 
 from functools import cache
@@ -29,12 +29,12 @@ from unrolled.ops.checks import observed
 from unrolled.ops.processor import description
 
 LEAST_ROWS, LEAST_WIDTH = 64, 64
-"""Below, nothing was measured. With 64 rows, oneDNN reaches 133 to 195 GFLOP/s on the Xeon."""
+"""Smaller layers were not measured. With 64 rows, oneDNN reaches 133 to 195 GFLOP/s on the Xeon."""
 
 
 @cache
 def faster() -> bool:
-    """Whether this machine is one where oneDNN is faster, and torch has it."""
+    """Whether oneDNN is faster on this machine, and torch has it."""
     has_mkl: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     if not has_mkl or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
@@ -45,7 +45,7 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether oneDNN should compute this layer: fp32, many rows, and nothing but autograd observes it."""
     if (
         torch.compiler.is_compiling() or not faster() or observed()
-    ):  # shapes are no numbers while it is traced
+    ):  # shapes are not numbers while a layer is traced
         return False
     tensors = [y for y in (x, weight, bias) if y is not None]
     return (

@@ -1,9 +1,9 @@
 r"""The rule of a diagonal plus low rank, chunk by chunk in plain PyTorch.
 
-Gates of every channel are those of gated linear attention (`ops.gla.chunked`): with L the cumulative log w of
-a chunk of C tokens, and P(x, y)_ij = sum_c x_ic y_jc exp(L_ic - L_jc) for i >= j, no exponent is positive.
-What a_t reads has passed the gates up to t - 1 only, so that a row of P'(A, y) is that of token t - 1, and
-the reads U of a chunk, with S the state before it, solve a triangular system:
+The gates of the channels are applied as in gated linear attention (`ops.gla.chunked`): with L the cumulative
+log w of a chunk of C tokens, and P(x, y)_ij = sum_c x_ic y_jc exp(L_ic - L_jc) for i >= j, no exponent is
+positive. The state that a_t reads has passed the gates up to t - 1 only. So row t of P'(A, y) has the decays
+of token t - 1. With S the state before the chunk, the reads U of the chunk solve a triangular system:
 
     (I - P'(A, B)) U = P'(A, K) V + (e^(L') * A) S        L'_t = L_t-1
     O = (e^L * Q) S + P(Q, B) U + P(Q, K) V
@@ -25,7 +25,7 @@ from unrolled.ops.precision import exact_dtype, without_autocast
 
 
 class Inputs(NamedTuple):
-    """The inputs of the rule, promoted to one dtype; H heads."""
+    """The inputs of the rule, of H heads."""
 
     q: Tensor  # [B,T,H,D]
     k: Tensor  # [B,T,H,D]
@@ -41,13 +41,13 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     *tokenwise, state = inputs
     (B, T, H, D), M, dtype = inputs.q.shape, inputs.v.shape[3], state.dtype
     exact = exact_dtype(state.device)
-    n, C = gla.chunk_sizes(T, 32 if max(D, M) <= 64 else 64)  # wider states are read less often
+    n, C = gla.chunk_sizes(T, 32 if max(D, M) <= 64 else 64)  # longer chunks read a wide state less often
     with without_autocast(state.device):
         q, k, v, a, b, log_decay = (split_chunks(x.to(dtype), n, C, H) for x in tokenwise)
         decay = log_decay.clamp(min=LOWEST_GATE).exp()
         query_writes, from_start, to_end = gla.products(q, b, gla.cuts_of(decay))
         query_keys, _, _ = gla.products(q, k, gla.cuts_of(decay))
-        # Token t reads what token t - 1 would.
+        # a_t reads the state after token t - 1, so its products are those of row t - 1.
         ahead = pad(a[..., 1:, :], (0, 0, 0, 1))
         read_keys, _, _ = gla.products(ahead, k, gla.cuts_of(decay))
         # The solver takes the diagonal as 1 and does not read above it.
@@ -71,7 +71,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _next_row(products: Tensor) -> Tensor:
-    """Move every row down by one: the first token of a chunk reads no other."""
+    """Move every row down by one: the first token of a chunk reads no other token of it."""
     return pad(products[..., :-1, :], (0, 0, 1, 0))
 
 

@@ -1,8 +1,9 @@
 """Feature maps phi, whose products phi(q) . phi(k) replace exp(q . k).
 
 A map acts on the last axis, from the head width D to `feature_dim`. Queries and keys may be mapped
-differently. All of these are non-negative except the linear terms of the polynomials, whose kernel is.
-Features of half-precision inputs are fp32: fp16 can represent neither large squares nor exp(-20).
+differently. All features are non-negative except those of the polynomials, whose kernel phi(q) . phi(k) is
+non-negative all the same. Features of half-precision inputs are fp32: fp16 can represent neither large
+squares nor exp(-20).
 """
 
 from typing import Any
@@ -50,7 +51,7 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
 def make_feature_map(
     name: str, head_dim: int, n_heads: int = 1, n_kv_heads: int | None = None, **options: Any
 ) -> FeatureMap:
-    """Make a feature map by its name in `FEATURE_MAPS`; a learned one has weights for each of these heads.
+    """Make a feature map by its name in `FEATURE_MAPS`; a learned map has separate weights for each head.
 
     Args:
         name: one of `FEATURE_MAPS`.

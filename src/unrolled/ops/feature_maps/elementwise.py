@@ -30,9 +30,9 @@ class Elementwise(FeatureMap):
 class Elu(Elementwise):
     """phi(x) = elu(x) + 1, everywhere positive (arXiv 2006.16236, eq. 7).
 
-    Computed as relu(x) + exp(min(x, 0)): the literal elu(x) + 1 is exactly 0 below -16.6 in fp32.
-    This form is 0 below -103. If every q_r + k_r is below about -71, the weights are too small in fp32 to
-    divide by, and the query gets 0.
+    It is computed as relu(x) + exp(min(x, 0)), because the literal elu(x) + 1 is exactly 0 below -16.6 in
+    fp32. The form used here is 0 below -103. If every q_r + k_r is below about -71, the weights are too small
+    in fp32 to divide by, and the query gets 0.
     """
 
     @staticmethod
@@ -80,8 +80,8 @@ ELEMENTWISE: dict[str, type[Elementwise]] = {"elu": Elu, "relu": Relu, "squared_
 class Exp(FeatureMap):
     """phi(x) = exp(x): the kernel is sum_r exp(q_r + k_r), positive and sharp.
 
-    The largest coordinate of a query is subtracted first, a factor that cancels in the division. For keys no
-    such factor cancels; their coordinates are clamped at 60.
+    The largest coordinate of a query is subtracted first; this factor cancels in the division. For keys no
+    such factor cancels, so their coordinates are clamped at 60.
     """
 
     def phi_q(self, q: Tensor, positions: Tensor | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """Learned feature maps, with separate weights per head.
 
-Each of these maps either queries or keys. `make_feature_map` combines two of them in a `QueryKeyMap`, as keys
-have separate weights and may have fewer heads.
+Each map here is for queries only or for keys only. `make_feature_map` combines two maps in a `QueryKeyMap`,
+as keys have separate weights and may have fewer heads.
 """
 
 import torch
@@ -64,8 +64,8 @@ class T2R(PerHeadMap):
 class Hedgehog(PerHeadMap):
     """phi(x) = [exp(Wx + b), exp(-Wx - b)], R = 2D, positive; W = I and b = 0 at first.
 
-    Hedgehog (arXiv 2402.04347), whose W and b are first trained to give softmax's weights. Kept in range as
-    `Exp` is: a factor per query cancels, and the exponents of a key are clamped at 60.
+    In Hedgehog (arXiv 2402.04347), W and b are first trained to reproduce the weights of softmax. As with
+    `Exp`, a factor per query cancels, and the exponents of a key are clamped at 60 to stay in range.
     """
 
     def __init__(self, head_dim: int, n_heads: int):
@@ -90,7 +90,8 @@ class HedgehogSoftmax(Hedgehog):
     """phi(x) = [softmax(Wx + b), softmax(-Wx - b)]: Hedgehog with each half turned into probabilities.
 
     As in LoLCATs (arXiv 2410.10254). The denominators differ between keys, so the kernel is not that of
-    `Hedgehog`: a long key weighs no more than a short one. One softmax over both halves is a third kernel.
+    `Hedgehog`: a long key weighs no more than a short one. One softmax over both halves would be yet another
+    kernel.
     """
 
     def phi_q(self, q: Tensor, positions: Tensor | None = None) -> Tensor:

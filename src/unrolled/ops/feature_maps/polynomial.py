@@ -18,9 +18,9 @@ class Polynomial(FeatureMap):
     """phi(q) . phi(k) = (q . k + offset)^2, the kernel of degree 2 of arXiv 2006.16236, section 3.2.1.
 
     Packed: [offset, sqrt(2 offset) x_i, x_i^2, sqrt(2) x_i x_j for i < j], so R = 1 + D + D(D+1)/2 rather
-    than 1 + D + D^2. Cheaper than softmax only where the length exceeds R. The kernel is 0 at
-    q . k = -offset: a query whose products are all close to that divides two small numbers and loses
-    precision.
+    than 1 + D + D^2. This is cheaper than softmax only where the length exceeds R. The kernel is 0 at
+    q . k = -offset. If all products of a query are close to -offset, its output is a quotient of two small
+    numbers and loses precision.
     """
 
     def __init__(self, head_dim: int, offset: float = 1.0):
@@ -37,7 +37,7 @@ class Polynomial(FeatureMap):
 
 
 class Taylor(FeatureMap):
-    """phi(q) . phi(k) = 1 + s + s^2/2 with s = q . k / sqrt(D): exp(s) up to its square, never below 1/2.
+    """phi(q) . phi(k) = 1 + s + s^2/2 with s = q . k / sqrt(D): the series of exp(s) up to s^2, at least 1/2.
 
     Based (arXiv 2402.18668). |exp(s) - phi(q) . phi(k)| <= |s|^3 exp(max(s, 0)) / 6, so narrow
     heads with small products come close to softmax. Packed: R = 1 + D + D(D+1)/2, as in `Polynomial`.

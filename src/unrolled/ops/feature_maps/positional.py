@@ -14,9 +14,10 @@ from unrolled.ops.precision import exact_dtype
 class CosFormer(FeatureMap):
     """phi(x, i) = [relu(x) cos(pi i / 2M), relu(x) sin(pi i / 2M)] for a token at position i, R = 2D.
 
-    The kernel is relu(q) . relu(k) cos(pi (i - j) / 2M): nearer keys weigh more, and those within M positions
-    never less than 0. From cosFormer (arXiv 2202.08791), where M is the length of the sequence. Then the
-    output at a token depends on the number of later tokens, which rules out a recurrence; here M is fixed.
+    The kernel is relu(q) . relu(k) cos(pi (i - j) / 2M): nearer keys weigh more, and the weights of keys
+    within M positions are never negative. In cosFormer (arXiv 2202.08791), M is the length of the sequence.
+    The output at a token then depends on the number of later tokens, which rules out a recurrence. Here M is
+    fixed.
 
     Args:
         head_dim: D.

@@ -4,8 +4,9 @@ With features q, k (of any sign), gates a_t = exp(log_decay_t), one for each of 
 
     S_t = diag(a_t) S_{t-1} + k_t v_t^T        o_i = S_p(i)^T q_i
 
-where p(i) = i + S - T is the last key that query i may read (causal, bottom-right aligned). Written out, the
-weight of key j for query i is sum_r q_ir k_jr a_j+1,r ... a_p(i),r. There is no denominator.
+where p(i) is the last key that query i may read: i plus the number of keys minus the number of queries
+(causal, bottom-right aligned). Written out, the weight of key j for query i is
+sum_r q_ir k_jr a_j+1,r ... a_p(i),r. There is no denominator.
 
 Yang et al. 2023, "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635),
 section 4. If the gate is the same for all features of a head, `ops.linear` is faster.
@@ -85,7 +86,7 @@ def diagonal_linear_attention(
 
     Raises:
         ValueError: an argument of the wrong shape or type; decreasing offsets; a positive `log_decay`, which
-            is only checked on a CPU and uncompiled, where reading values is cheap.
+            is only checked on a CPU in eager mode, where reading values is cheap.
     """
     options: Options = {"key_padding_mask": key_padding_mask, "cu_seqlens": cu_seqlens, "state": state}
     o, after = _run(operator.diagonal_linear_attention, q, k, v, log_decay, **options)

@@ -1,26 +1,28 @@
 r"""Linear attention with a gate for every feature, chunk by chunk in plain PyTorch.
 
-Between chunks of C tokens the state passes. Inside a chunk the weight of key j for query i > j is
+The state is passed between chunks of C tokens. Inside a chunk, the weight of key j for query i > j is
 
     W_ij = sum_r q_ir k_jr A_ijr        A_ijr = a_j+1,r ... a_ir        (and W_ii = q_i . k_i)
 
 which is a product of matrices wherever A splits into a factor of i and a factor of j. At any point m between
-the two it does: A_ij = F_i E_j with F_i = a_m+1 ... a_i and E_j = a_j+1 ... a_m, neither above 1. So a chunk
-is halved, its halves are halved, and so on down to single tokens: every pair i > j is parted by exactly one
-of these cuts, and W is one product of matrices per cut. F and E of a block come from those of its halves:
+j and i it does: A_ij = F_i E_j with F_i = a_m+1 ... a_i and E_j = a_j+1 ... a_m, neither of them above 1. So
+a chunk is halved, its halves are halved, and so on down to single tokens. Exactly one of these cuts separates
+each pair i > j, and W takes one product of matrices per cut. F and E of a block come from those of its
+halves:
 
     F = [F_l, F_l,last F_r]        E = [E_l F_r,last, E_r]        a single token: F = a, E = 1
 
 With F and E of the whole chunk, O = W V + (Q F) S and S' = F_last S + (K E)^T V.
 
-Yang et al. 2023 (arXiv 2312.06635, section 4.3) cut once, into blocks of 16, and take one exponential for
-every pair and feature of the blocks on the diagonal; here it is one for every token and feature.
+Yang et al. 2023 (arXiv 2312.06635, section 4.3) cut once, into blocks of 16, and compute one exponential for
+every pair and feature of the blocks on the diagonal. Here it is one exponential for every token and feature.
 
-All this happens to one span of chunks after the other, short enough to stay in a CPU's cache.
+The sequence is processed in spans of chunks, one after the other, each short enough to stay in a CPU's cache.
 
-The backward pass keeps the inputs only, computes all of this again, and walks the cuts from the widest to
-the narrowest. A product of gates gives the gradient of its logarithm to each gate in it. These are sums,
-while the shorter formula q_i * dq_i - k_i * dk_i subtracts large equal parts and loses digits.
+Only the inputs are kept for the backward pass, which computes all of this again and goes through the cuts
+from the widest to the narrowest. The gradient of the logarithm of a product of gates is added to that of each
+gate in the product, so the gradients of the gates are sums. The shorter formula q_i * dq_i - k_i * dk_i
+subtracts large equal parts and loses digits.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,21 +36,21 @@ from unrolled.ops.chunks import join_chunks, scan, scan_back, split_chunks, sum_
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 
 LONGEST = 64  # tokens in a chunk; a power of two
-CACHED = 2**17  # numbers of k that are worked on at a time, on a CPU
+CACHED = 2**17  # elements of k that are processed at a time on a CPU
 
 
 class Cut(NamedTuple):
-    """Products of gates in each of the C/s blocks of s tokens that lie to the left or right of a cut."""
+    """Products of gates in each of the C/s blocks of s tokens, which lie to the left or right of a cut."""
 
-    from_start: Tensor  # F [X,n,1,C/s,s,R]: of the gates up to and with i
+    from_start: Tensor  # F [X,n,1,C/s,s,R]: of the gates up to and including i
     to_end: Tensor  # E [X,n,1,C/s,s,R]: of the gates after j
 
     def right(self, q: Tensor) -> Tensor:
-        """Queries `[X,n,P,C,R]` right of the cuts, decayed since then: `[X,n,P,C/2s,s,R]`."""
+        """Queries `[X,n,P,C,R]` right of the cuts, decayed since the cut: `[X,n,P,C/2s,s,R]`."""
         return self.halves(q)[1] * self.from_start[..., 1::2, :, :]
 
     def left(self, k: Tensor) -> Tensor:
-        """Keys `[X,n,1,C,R]` left of the cuts, decayed until then: `[X,n,1,C/2s,s,R]`."""
+        """Keys `[X,n,1,C,R]` left of the cuts, decayed until the cut: `[X,n,1,C/2s,s,R]`."""
         return self.halves(k)[0] * self.to_end[..., ::2, :, :]
 
     def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +106,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> t
 
 
 def _spans(k: Tensor) -> list[slice]:
-    """Pieces of the sequence, of whole chunks, on a CPU small enough for its cache."""
+    """Split the sequence into spans of whole chunks; on a CPU, each fits in the cache."""
     B, T, G, R = k.shape
     fitting = CACHED // max(1, B * G * R) if k.device.type == "cpu" else T
     length = max(LONGEST, fitting // LONGEST * LONGEST)
@@ -144,14 +146,14 @@ def _backward_span(
         S = scan(x.state, k_to_end.mT @ x.v, through)[:, :-1]
         dS = scan_back(grad_state.reshape(x.state.shape), sum_heads(q_from_start.mT @ g), through)
 
-        # What passes through the states.
+        # The gradients through the states.
         dv = sum_heads(weights.mT @ g) + k_to_end @ dS[:, 1:]
         dq = (g @ S.mT) * from_start
         dk = (x.v @ dS[:, 1:].mT) * to_end
-        d_from_start, d_to_end = sum_heads(x.q * dq), x.k * dk  # of the logarithms
+        d_from_start, d_to_end = sum_heads(x.q * dq), x.k * dk  # gradients of the logarithms
         d_from_start[..., -1, :] += (through * S * dS[:, 1:]).sum(-1)
 
-        # What passes through the weights, which the cuts take apart again.
+        # The gradients through the weights, cut by cut.
         d_weights = g @ x.v.mT
         for cut in reversed(cuts[:-1]):
             s = cut.from_start.shape[-2]
@@ -186,7 +188,7 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -
 
 
 def chunk_sizes(T: int, longest: int = LONGEST) -> tuple[int, int]:
-    """Number of chunks, and of tokens in each: a power of two."""
+    """Number of chunks, and number of tokens in each, a power of two."""
     C = min(longest, 1 << max(T - 1, 0).bit_length())
     return max(1, -(-T // C)), C
 
@@ -206,7 +208,8 @@ def products(q: Tensor, k: Tensor, cuts: Iterable[Cut]) -> tuple[Tensor, Tensor,
     """Compute W `[X,n,P,C,C]` of queries and keys, and F and E of whole chunks, `[X,n,1,C,R]` each."""
     cuts = iter(cuts)
     cut = next(cuts)
-    # E of a token, which is 1, makes W depend on the gates: torch.func.vmap may be over the gates alone.
+    # Multiplying by E of a token, which is 1, makes W depend on the gates, as torch.func.vmap may be over the
+    # gates alone.
     weights = torch.diag_embed((q * k * cut.to_end.squeeze(-2)).sum(-1))
     for wider in cuts:
         _parted(weights, cut.to_end.shape[-2]).copy_(cut.right(q) @ cut.left(k).mT)
@@ -215,7 +218,7 @@ def products(q: Tensor, k: Tensor, cuts: Iterable[Cut]) -> tuple[Tensor, Tensor,
 
 
 def _parted(weights: Tensor, s: int) -> Tensor:
-    """View the pairs parted by the cuts of blocks of 2s tokens: `[X,n,P,C,C]` -> `[X,n,P,C/2s,s,s]`."""
+    """View the pairs separated by the cuts of blocks of 2s tokens: `[X,n,P,C,C]` -> `[X,n,P,C/2s,s,s]`."""
     n_blocks = weights.shape[-1] // (2 * s)
     blocks = weights.view(*weights.shape[:3], n_blocks, 2 * s, n_blocks, 2 * s).diagonal(dim1=3, dim2=5)
     return blocks[..., s:, :s, :].movedim(-1, 3)

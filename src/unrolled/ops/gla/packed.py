@@ -1,6 +1,6 @@
 """Linear attention with a gate for every feature in plain PyTorch, for packed sequences too.
 
-Each bucket of similar lengths runs padded on the right.
+Packed sequences of similar lengths run together, padded on the right.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
 
 
 def supports(q: Tensor, v: Tensor) -> bool:
-    """Whether it can run these inputs: all of them."""
+    """Whether this form can run these inputs: always."""
     return True
 
 

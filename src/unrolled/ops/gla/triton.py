@@ -2,22 +2,22 @@
 
 Forward:
 
-1. `weights`: those of the pairs within each chunk of 64 tokens, by the cuts of `chunked.py`.
+1. `weights`: the weights of the pairs within each chunk of 64 tokens, by the cuts of `chunked.py`.
 2. `chunk_sums`: what each chunk adds to the state. `scan` turns these sums into the states before the chunks.
 3. `outputs`: each chunk from its state and its own values.
 
 Backward:
 
-4. `weights`, `chunk_sums` and `scan` again; `chunk_sums` over the queries, and `scan` from the end: the
-   gradients of the states.
+4. `weights`, `chunk_sums` and `scan` again. Then `chunk_sums` over the queries and `scan` from the end
+   compute the gradients of the states.
 5. `value_gradients`, then `weight_gradients`.
 6. `feature_gradients`, of queries, keys and gates.
 
-Each of the 6 cuts of a chunk is a product of 64 x 64 weights, of which only the pairs that it parts are kept:
-on tensor cores that is cheaper than 6 kinds of smaller products. Products of gates, too, are sums of their
-logarithms by tensor cores; no exponent is positive.
+For each of the 6 cuts of a chunk, a product gives all 64 x 64 weights, and only the pairs that the cut
+separates are kept. On tensor cores this is cheaper than 6 kinds of smaller products. Products of gates are
+sums of their logarithms, which tensor cores also compute; no exponent is positive.
 
-Memory besides the results: 256 bytes per token and query head, and an fp32 state per 64 tokens, which are two
+Memory besides the results: 256 bytes per token and query head, and for every 64 tokens one fp32 state, or two
 in the backward pass.
 """
 

@@ -83,7 +83,7 @@ def read_from_states(
 
 @triton.jit
 def load_parted(d_pairs, at, exists, level, C: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Return dW of the pairs that a cut parts, [query, key] or [key, query]."""
+    """Return dW of the pairs that a cut separates, [query, key] or [key, query]."""
     i = tl.arange(0, C)
     if TRANSPOSED:
         right, left = i[None, :], i[:, None]
@@ -103,7 +103,8 @@ def feature_gradients(
 ):  # fmt: skip
     """6. Gradients of a chunk of queries, keys and gates, for a key head and a block of features.
 
-    The gradient of a factor F_i adds to those of all gates t <= i of its block, that of E_j to all t > j.
+    The gradient of a factor F_i is added to the gradients of all gates t <= i of its block, and the gradient
+    of E_j to those of all gates t > j.
     """
     slot, g = tl.program_id(0), tl.program_id(1).to(tl.int64)
     r = tl.program_id(2) * BR + tl.arange(0, BR)
@@ -114,7 +115,7 @@ def feature_gradients(
     i = tl.arange(0, C)
     gates = load_gates(log_decay, gate_strides, row, g, tokens, exists, r, R)
     k_tile = load_tile(k, tokens, k_strides[1], exists, r, k_strides[3], r < R).to(tl.float32)
-    passed = tl.zeros([BR], tl.float32)  # what the state before the chunk adds to the one after it
+    passed = tl.zeros([BR], tl.float32)  # the gradient of F_last, the decay of the state through the chunk
     for first in range(0, M, BM):
         m = first + tl.arange(0, BM)
         state = load_tile(states + index, r, M, r < R, m, 1, m < M)

@@ -2,13 +2,14 @@
 # The bodies below are Triton's language, not Python: no type checker knows it.
 """Triton kernels of linear attention with a gate for every feature, by the phases of `triton.py`:
 
-1. `weights`: those of the pairs within each chunk.
+1. `weights`: the weights of the pairs within each chunk.
 2. `chunk_sums` and `scan`: the states, or their gradients.
 3. `outputs`.
 
-The formulas and letters are those of `chunked.py`. The logarithm of a product of gates is a product of
-matrices: zeros and ones that choose the gates, and their logarithms. All terms have one sign, so no digits
-are lost; and a gate of 0, whose logarithm counts as -10,000, makes each product with it exactly 0.
+The formulas and letters are those of `chunked.py`. The logarithms of products of gates are computed as a
+product of two matrices: zeros and ones that choose the gates, and the logarithms of the gates. All terms have
+one sign, so no digits are lost. The logarithm of a gate of 0 counts as -10,000, so each product with such a
+gate is exactly 0.
 """
 
 import triton
@@ -61,7 +62,7 @@ def are_parted(i, j, level):
 def decays(chosen, gates, C: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr = 3):
     """Return the products of the chosen gates, [C, BR]: F of `up_to`, E of `after`.
 
-    Two parts of their logarithms give 16 digits, enough for a factor that is rounded to 8 or 11.
+    Two parts of their logarithms give 16 binary digits, enough for a factor that is rounded to 8 or 11.
     """
     return tl.exp(product(chosen, gates, tl.zeros([C, BR], tl.float32), PARTS))
 
@@ -77,8 +78,8 @@ def weights(
     _, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
     q += row * q_strides[0] + head * q_strides[2]
     k += row * k_strides[0] + g * k_strides[2]
-    # W is for results of the type of q, which their kernels round it to. So here one part, of tf32, is enough
-    # for bf16 only.
+    # The kernels that read W round it to the type of their results, which is that of q. So one part, of tf32,
+    # is enough here for bf16 only.
     PARTS: tl.constexpr = 1 if q.dtype.element_ty == tl.bfloat16 else 3
     GATE_PARTS: tl.constexpr = parts_for(q, 2)
     i = tl.arange(0, C)
@@ -105,7 +106,7 @@ def chunk_sums(
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
     LEVELS: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """2. What each chunk adds to the state, (K E)^T V, and the decay through it, F_last, [slots, G, R].
+    """2. What each chunk adds to the state, (K E)^T V, and the decay through the chunk, F_last [slots, G, R].
 
     With QUERIES, what it adds to the gradient of the state: (Q F)^T dO, over all P heads.
     """
@@ -137,7 +138,7 @@ def scan(
 ):  # fmt: skip
     """2. s_c+1 = through_c s_c + additions_c over the chunks of a sequence, or from the last to the first.
 
-    Each slot's additions are replaced by s_c, the state that enters there. The sum is fp64, as in
+    Each slot's additions are replaced by s_c, the state before its chunk. The sum is fp64, as in
     `ops.linear.triton_kernels.scan`.
     """
     sequence, g = tl.program_id(0) // G, (tl.program_id(0) % G).to(tl.int64)

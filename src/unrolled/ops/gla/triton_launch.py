@@ -10,8 +10,8 @@ from unrolled.ops.triton.launch import Slots, block, blocks, launch, multiplies_
 
 CHUNK = 64
 BLOCK = 64  # features or values at a time
-SMALL_BLOCK = 32  # those of fp32, and features before Hopper: more do not fit into registers
-FEATURES = 16  # of a program of `feature_gradients`; more do not fit into registers
+SMALL_BLOCK = 32  # the same for fp32, and for features before Hopper: more do not fit into registers
+FEATURES = 16  # features of a program of `feature_gradients`; more do not fit into registers
 WARPS, STAGES = 4, 2
 SCAN_BLOCK, SCAN_WARPS, SCAN_STAGES = 256, 2, 4
 
@@ -93,7 +93,7 @@ class Problem:
     def feature_gradients(
         self, grad_o: Tensor, pairs: Tensor, states: Tensor, d_states: Tensor
     ) -> list[Tensor]:
-        """Compute dq, dk and dlog_decay; dW replaces W."""
+        """Compute dq, dk and dlog_decay; in `pairs`, dW replaces W."""
         grad, sizes = with_strides(grad_o), self.of_values | self.options
         of_pairs = (*self.v, *grad, pairs, *self.places)
         launch(backward_kernels.weight_gradients, (self.slots.n, self.H), *of_pairs, **sizes)

@@ -5,9 +5,9 @@ With features q, k >= 0 (phi already applied), gates a_t = exp(log_decay_t) and 
     S_t = a_t S_{t-1} + k_t v_t^T        z_t = a_t z_{t-1} + k_t
     o_i = q_i^T S_p(i) / q_i^T z_p(i)
 
-where p(i) is the last key that query i may read: p(i) = i + S - T when causal (bottom-right aligned), the
-last key otherwise. Written out, the weight of key j for query i is q_i . k_j exp(b_p(i) - b_j) with
-b = cumsum(log_decay), normalised over j.
+where p(i) is the last key that query i may read: when causal, i plus the number of keys minus the number of
+queries (bottom-right aligned), otherwise the last key of all. Written out, the weight of key j for query i is
+q_i . k_j exp(b_p(i) - b_j) with b = cumsum(log_decay), normalised over j.
 
 Katharopoulos et al. 2020, "Transformers are RNNs" (arXiv 2006.16236), eq. 8-12 and 16-20. The gate is that of
 RFA-Gate (Peng et al. 2021, arXiv 2103.02143), for which the caller also scales the keys by 1 - a_t.
@@ -114,9 +114,10 @@ def linear_attention(
         return_state: also return the state after the last key.
         normalize: divide by q_i . z; a query whose divisor is 0 (nothing to attend to) gets 0. If False, the
             output is a sum over all keys, which may overflow if `v` is fp16.
-        feature_map: applied to q and k, which are then passed without features, D wide. `Elu`, `Relu` and
+        feature_map: a map to apply to q and k, which are then given unmapped, with width D. `Elu`, `Relu` and
             `SquaredRelu` are applied as q and k are read, so that no features are kept for the backward pass.
-        backend: "plain" for the PyTorch form, for tests and benchmarks; by default, the fastest available.
+        backend: "triton", "native" for the C++ kernels of a CPU, or "plain" for the PyTorch form, for tests
+            and benchmarks; None selects the fastest.
 
     Returns:
         `o [B,T,H,M]` in the dtype of `v`, and with `return_state` the `LinearState`. Sums are kept in fp32
@@ -173,7 +174,7 @@ def linear_attention_step(
         state: `kv [B,G,R,M]`, `k_sum [B,G,R]`; it is not modified.
         log_decay: `[B,G]`, at most 0.
         normalize: divide by q . z'.
-        feature_map: applied to q and k, which are then passed without features, D wide.
+        feature_map: a map to apply to q and k, which are then given unmapped, with width D.
 
     Returns:
         `o [B,H,M]` in the dtype of `v`, and the new state.
@@ -264,7 +265,7 @@ def _apply(feature_map: FeatureMap | None, q: Tensor, k: Tensor) -> tuple[Tensor
         return q, k, None
     if not isinstance(feature_map, FeatureMap):
         raise wrong("feature_map", repr(feature_map), "a FeatureMap or None")
-    replaced = not {"phi", "phi_q", "phi_k"}.isdisjoint(vars(feature_map))  # as where features are recorded
+    replaced = not {"phi", "phi_q", "phi_k"}.isdisjoint(vars(feature_map))  # e.g. to record features
     for name, kind in ELEMENTWISE.items():
         if type(feature_map) is kind and not replaced:
             return q, k, name

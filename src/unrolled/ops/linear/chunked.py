@@ -17,10 +17,11 @@ chunk). With G = dO / den and the state gradient (S*, z*) arriving from later ch
     dK  = ((G V^T + dden 1^T) * D)^T Q + exp(b_C - b) (V S*^T + 1 z*^T)
     dV  = P^T G + exp(b_C - b) K S*
 
-Gate t scales what tokens before t contribute to t and later ones. The gradient of its logarithm is the sum of
-four parts: P_ij dP_ij over pairs i >= t > j of the chunk; what the queries i >= t read from (S, z); what the
-keys j < t contribute to (S', z'); and what (S, z) contributes to (S', z'). Each is summed separately: the
-shorter formula q_i . dQ_i - k_i . dK_i subtracts large, nearly equal terms and loses precision.
+Gate t scales what the tokens before t contribute to t and to later tokens. The gradient of its logarithm is
+the sum of four parts: P_ij dP_ij over pairs i >= t > j of the chunk; what the queries i >= t read from
+(S, z); what the keys j < t contribute to (S', z'); and what (S, z) contributes to (S', z'). Each part is
+summed separately: the shorter formula q_i . dQ_i - k_i . dK_i subtracts large, nearly equal terms and loses
+precision.
 
 Bidirectional attention is a single chunk whose queries all read S'.
 """

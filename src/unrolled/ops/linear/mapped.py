@@ -1,6 +1,6 @@
 """Linear attention of the features of q and k, for backends whose kernels do not make features themselves.
 
-q and k are saved for the backward pass as they are, and mapped to features a second time there.
+q and k themselves are saved for the backward pass, which maps them to features a second time.
 """
 
 from typing import Protocol
@@ -23,7 +23,7 @@ class Backend(Protocol):
 
 
 def forward(backend: Backend, inputs: Inputs, options: Options) -> Outputs:
-    """Compute the outputs of a backend for the features. Every operation is differentiable if its are."""
+    """Compute the outputs of a backend for the features; differentiable if the backend's operations are."""
     if options.feature_map is None:
         return backend.forward(inputs, options)
     outputs = backend.forward(_features(inputs, options.feature_map), options._replace(feature_map=None))

@@ -65,8 +65,8 @@ def step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `o [B,H,M]` and the new state from one token and the previous state.
 
-    The token's `log_decay` is `[B,G]`, or `[B,G,R]` for a gate of each feature. With `rates` it is a step of
-    the delta rule, without `normalize` and with an empty `k_sum`.
+    The token's `log_decay` is `[B,G]`, or `[B,G,R]` for a gate of each feature. With `rates`, this is a step
+    of the delta rule; `normalize` is then False and `k_sum` empty.
     """
     q, k, v, kv, k_sum, log_decay = token
     B, H, M = *q.shape[:2], v.shape[2]

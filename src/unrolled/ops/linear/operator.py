@@ -25,7 +25,7 @@ BACKENDS: dict[str, Backend] = {  # the fastest first
     "native": native,
     "plain": packed,
 }
-STEPS = {"triton": triton, "native": native}  # those with a kernel for one token, likewise
+STEPS = {"triton": triton, "native": native}  # backends with a kernel for one token, the fastest first
 
 
 def linear_attention(inputs: Inputs, options: Options, backend: str | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,8 +42,9 @@ def linear_attention_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `o` and the new state for one checked token, after applying `feature_map` to q and k.
 
-    The kernels run in eager inference only: they have no gradients, and they are not torch operators, whose
-    dispatch would take longer than they do. Otherwise the plain form runs, which `torch.compile` fuses.
+    The kernels run in eager inference only: they have no gradients, and they are not torch operators, as
+    dispatching an operator would take longer than the kernel. Otherwise the plain form runs, which
+    `torch.compile` fuses.
     """
     q, k, v, *_ = token
     eager = inferring(*token)

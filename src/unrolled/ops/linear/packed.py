@@ -1,4 +1,4 @@
-"""Linear attention in plain PyTorch, for packed sequences too: buckets of similar lengths run padded."""
+"""Linear attention in plain PyTorch; packed sequences of similar lengths run together, padded."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from unrolled.ops.precision import accumulation_dtype
 
 
 def supports(q: Tensor, v: Tensor) -> bool:
-    """Whether this form can run: always."""
+    """Whether this form can run these inputs: always."""
     return True
 
 

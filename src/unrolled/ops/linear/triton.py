@@ -6,22 +6,22 @@ Forward, causal:
 2. `scan`: turns these sums in place into the states before the chunks.
 3. `outputs`: each chunk from its state and its own keys.
 
-Only 2 walks along the sequence, with one multiply-add per element of the state. With one program per head
-that walks along the chunks, most of a GPU would be idle at B = 1, H = 8, where 4096 tokens make 512
-programs of 1 and of 3.
+Only phase 2 walks along the sequence, with one multiply-add per element of the state. If one program per head
+walked along the chunks, most of a GPU would be idle at B = 1, H = 8. There, 4096 tokens make 512 programs of
+phase 1 and 512 of phase 3.
 
 Backward:
 
 4. `chunk_sums` and `scan`: the states again.
-5. `query_gradients`, with those of the divisors.
+5. `query_gradients`, and the gradients of the divisors.
 6. `chunk_sums` over the queries and `scan` from the end: the gradients of the states.
 7. `key_gradients`, `value_gradients` and `gate_gradients`.
 
 Bidirectional queries all read the final state, so its gradient is a sum over all of them.
 
-Memory besides the results: one fp32 state per chunk, R (M+1) / 16 bytes per token and key head, once
-forward and twice backward (each as much as k in fp32 where M = 64), and backward 8 bytes per token and
-query head.
+Memory besides the results: the forward pass keeps one fp32 state per chunk, and the backward pass two. A
+state per chunk takes R (M+1) / 16 bytes per token and key head, as much as k in fp32 where M = 64. The
+backward pass also keeps 8 bytes per token and query head.
 
 No call reads a value on the host, synchronises with the device, or allocates outside of PyTorch, except for
 the check of a kernel at its first use (`ops.triton.check`). Triton is imported at the first call, not

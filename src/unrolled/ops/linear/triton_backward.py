@@ -2,7 +2,7 @@
 # The bodies below are Triton's language, not Python: no type checker knows it.
 """Triton kernels of the gradients of linear attention, by the phases of `triton.py`:
 
-5. `query_gradients`, with those of the divisors.
+5. `query_gradients`, and the gradients of the divisors.
 7. `key_gradients`, `value_gradients` and `gate_gradients`, from the gradients of the states.
 
 Letters and layouts are those of `triton_kernels.py`. No two programs write to the same
@@ -56,7 +56,7 @@ def query_scores(
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Return the scores of a chunk, dO S^T of its last features, and by query q . (dO S^T) and q . z."""
+    """Return the scores of a chunk, dO S^T of its last features, and each query's q . (dO S^T) and q . z."""
     weights = tl.zeros([C, C], tl.float32)
     read = tl.zeros([C], tl.float32)
     read_sum = tl.zeros([C], tl.float32)
@@ -83,9 +83,9 @@ def query_gradients(
 ):  # fmt: skip
     """5. Gradients of a chunk of queries and of their divisors, and what they add to those of the gates.
 
-    That of a divisor is -(o . dO) / den, with o . dO from the weights and the state. An o stored in bf16
-    would do without these products, but gradients of states would be off by 0.3 %, and dq by 10 times its
-    rounding where the values have much in common.
+    The gradient of a divisor is -(o . dO) / den, with o . dO computed from the weights and the state. A
+    stored o in bf16 would save these products. But then the gradients of the states would be off by 0.3 %,
+    and dq by 10 times its rounding error where the values have much in common.
     """
     head, g, row, tokens, exists, index, at = query_chunk(length, chunks, cu_seqlens, owners, G, P, C, CAUSAL)
     # With a divisor, dq is a sum over keys that nearly cancels: its product with q is 0.
@@ -160,7 +160,7 @@ def key_gradients(
     sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
     index = ((slot if CAUSAL or log_decay is not None else sequence) * G + g).to(tl.int64)
     PARTS: tl.constexpr = parts_for(dk, 1)
-    # With a divisor, what the state's two parts give cancels but for how much the values differ.
+    # With a divisor, the contributions of S and z to dk cancel, except for the differences between values.
     STATE_PARTS: tl.constexpr = parts_for(dk, 1 if den is None else 2)
     v += row * v_strides[0] + g * v_strides[2]
     dk_tile = tl.zeros([C, BR], tl.float32)
@@ -255,8 +255,8 @@ def gate_gradients(
     d_states += state
     k += row * k_strides[0] + g * k_strides[2]
     v += row * v_strides[0] + g * v_strides[2]
-    given = tl.zeros([C], tl.float32)  # what key j < t adds to the state after the chunk
-    passed = tl.zeros([BR], tl.float32)  # what the state before the chunk adds to the one after it
+    given = tl.zeros([C], tl.float32)  # gradients through what each key adds to the state after the chunk
+    passed = tl.zeros([BR], tl.float32)  # gradients through the state before the chunk
     for first in range(0, R, BR):
         r = first + tl.arange(0, BR)
         dk_given = tl.zeros([C, BR], tl.float32)

@@ -4,7 +4,7 @@
 
 1. `chunk_sums` and 2. `scan`: the states, or their gradients.
 3. `outputs`.
-And `step`, all of it for one token.
+`step` does all of this for one token.
 
 The formulas and letters are those of `chunked.py`. A sequence is cut into chunks of C tokens;
 the chunks of all sequences are numbered consecutively as slots. The state of a slot and a key head is
@@ -32,8 +32,10 @@ TINY = tl.constexpr(torch.finfo(torch.float32).tiny / torch.finfo(torch.float32)
 
 @triton.jit
 def query_chunk(length, chunks, cu_seqlens, owners, G, P, C: tl.constexpr, CAUSAL: tl.constexpr):
-    """Return where this program's chunk of queries is: the head and its key head, the row, the tokens and
-    which of them exist, the number of the state that they read, and the offsets of their divisors.
+    """Return where this program's chunk of queries is.
+
+    That is the head and its key head, the row, the tokens and which of them exist, the number of the state
+    that they read, and the offsets of their divisors.
     """
     slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g = head // P
@@ -77,8 +79,8 @@ def cumulated_gates(log_decay, strides, row, head, tokens, exists):
 def decay_between(b_to, b_from, allowed):
     """Return exp(b_to - b_from) where allowed, else 0; masked before exp, so that it cannot overflow.
 
-    The fp64 numbers are subtracted as pairs of fp32 ones: as good as fp64 rounded to fp32, but for one more
-    rounding, and fast on GPUs that have few fp64 units.
+    Each fp64 number is split into two fp32 numbers before the subtraction. Except for one more rounding, the
+    result is as good as an fp64 difference rounded to fp32, and it is fast on GPUs that have few fp64 units.
     """
     to_high, from_high = b_to.to(tl.float32), b_from.to(tl.float32)
     to_low = (b_to - to_high.to(tl.float64)).to(tl.float32)
@@ -94,7 +96,7 @@ def chunk_sums(
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
     QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """1. What each chunk adds to the state: from keys (exp(b_C - b) K)^T (V, 1), and exp(b_C) beside it.
+    """1. What each chunk adds to the state: from keys (exp(b_C - b) K)^T (V, 1), and exp(b_C) in `through`.
 
     With QUERIES, what it adds to the gradient of the state: (exp(b) Q)^T (dO / den, dden), over all P heads.
     """
@@ -141,7 +143,7 @@ def scan(
 ):  # fmt: skip
     """2. s_c+1 = through_c s_c + additions_c over the chunks of a sequence, or from the last to the first.
 
-    With KEEP each slot's additions are replaced by s_c, the state that enters there. The sum is fp64, so that
+    With KEEP, each slot's additions are replaced by s_c, the state before its chunk. The sum is fp64, so that
     its error does not grow with the number of chunks; this costs no time, as the kernel waits for memory.
     """
     sequence, g = tl.program_id(0) // G, (tl.program_id(0) % G).to(tl.int64)

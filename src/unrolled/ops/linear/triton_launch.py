@@ -16,12 +16,12 @@ class Config(NamedTuple):
 
     width: int
     chunk: int  # tokens of a chunk
-    block: int  # features and values of a program or a step of its loop
-    columns: int  # features or values of a program that computes gradients; each computes the scores once
-    inner: int  # values or features of a step of its loop
+    block: int  # features and values of a program or of a step of its loop
+    columns: int  # features or values of a program that computes gradients; it computes the scores once
+    inner: int  # values or features of a step of that program's loop
     warps: int
-    sum_warps: int  # of `chunk_sums`
-    stages: int  # of the loads in flight
+    sum_warps: int  # warps of `chunk_sums`
+    stages: int  # stages of loads in flight
 
 
 CONFIGS = (
@@ -29,7 +29,7 @@ CONFIGS = (
     Config(width=64, chunk=64, block=32, columns=32, inner=32, warps=8, sum_warps=8, stages=1),
     Config(width=256, chunk=64, block=32, columns=32, inner=32, warps=8, sum_warps=8, stages=2),
 )
-CONFIGS_OF_FP32_VALUES = (  # and queries and keys of 16 bits
+CONFIGS_OF_FP32_VALUES = (  # with queries and keys of 16 bits
     CONFIGS[0],
     Config(width=64, chunk=64, block=64, columns=64, inner=32, warps=8, sum_warps=4, stages=2),
     Config(width=256, chunk=64, block=64, columns=128, inner=32, warps=8, sum_warps=4, stages=2),
@@ -134,7 +134,7 @@ class Problem:
         return last
 
     def outputs(self, states: State, normalize: bool) -> tuple[Tensor, Tensor]:
-        """Compute `o [B,T,H,M]` and the divisor `[B,T,H,1]`, empty without."""
+        """Compute `o [B,T,H,M]` and the divisor `[B,T,H,1]`, which is empty without `normalize`."""
         o = self.inputs.v.new_empty(self.B, self.T, self.H, self.M)
         den = self._scratch(self.B, self.T, self.H, 1) if normalize else None
         tensors = (*self.q, *self.k, *self.v, *self.gates, *_rows(states), o, den)
@@ -144,7 +144,7 @@ class Problem:
     def query_gradients(
         self, states: State, grad: OutputGradient
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Compute dq, the gradients of the divisors, and the queries' part of those of gates: `[B,T,H]`."""
+        """Compute dq, the gradients of the divisors, and the queries' part of the gates' `[B,T,H]`."""
         dq, per_query = self.inputs.q.new_empty(self.inputs.q.shape), (self.B, self.T, self.H)
         d_den = None if grad.den is None else self._scratch(*per_query)
         d_reads = self._scratch(*per_query) if self.causal and self.gates[0] is not None else None
@@ -176,7 +176,7 @@ class Problem:
     def gate_gradients(
         self, log_decay: Tensor, states: Tensor, d_states: Tensor, d_reads: Tensor | None
     ) -> Tensor:
-        """Compute the gradient of log_decay from the states before the chunks and their gradients after."""
+        """Compute the gradient of log_decay, given the states before and the gradients after the chunks."""
         d_log_decay = log_decay.new_empty(log_decay.shape)
         launch(
             backward_kernels.gate_gradients,
@@ -216,6 +216,6 @@ def step(token: Token, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rows(states: State) -> tuple[Tensor, int, Tensor, int]:
-    """Return states with the distance from one chunk and head to the next."""
+    """Return states with their strides from one chunk and head to the next."""
     kv, k_sum = (x if x.dim() == 2 else x.flatten(0, 1).flatten(1) for x in states)
     return kv, kv.stride(0), k_sum, k_sum.stride(0)

@@ -4,9 +4,10 @@ r"""Sequence parallelism: processes hold the slices of one sequence, and attend 
         loss = model.loss(inputs_slice, targets_slice)  # rank r of P has the columns r T/P ... (r + 1) T/P
     loss.backward()
 
-A recurrence needs of the earlier tokens only the state after them. So each rank computes what its slice does
-to any state, its *summary*, exchanges it, and runs over its slice from the state before it. X is a state,
-S_r what slice r makes of the empty one:
+A recurrence needs only the state after the earlier tokens, not these tokens. So each rank computes the
+*summary* of its slice, which says what the slice does to any state. The ranks exchange their summaries, and
+each rank runs over its slice from the state before it. Let X be a state, and S_r what slice r makes of the
+empty state:
 
     Decayed       X -> exp(a_r) X + S_r           sums, with a decay per head or per feature
     Transformed   X -> M_r X + S_r                the delta rule: M_r is the rule on the identity, v = 0
@@ -14,20 +15,21 @@ S_r what slice r makes of the empty one:
     Latest        X -> the last R tokens of both  windows and short convolutions
     Appended      X -> both                       keys and values of softmax attention
 
-A mechanism declares this in one method, `MultiHeadAttention.summarise`; all else is in the base class and
-here. `scan` gathers the summaries of all ranks and folds them, or passes sums from rank to rank.
-Its gradient goes back the same way: a reduce-scatter, or from the last rank to the first. Every rank takes
-part in both, whether its own output depends on other ranks or not, so all must run the same calls in the same
-order: forward and backward, with a mask on every rank or on none. Each rank back-propagates its own loss; the
-gradients of the sum of these losses are the sums over the ranks.
+A mechanism declares its summary in one method, `MultiHeadAttention.summarise`; everything else is in the base
+class and in this package. `scan` gathers the summaries of all ranks and folds them, or passes sums from rank
+to rank. Its gradients go back the same way: by a reduce-scatter, or from the last rank to the first. Every
+rank takes part in both passes, forward and backward, whether or not its own output depends on other ranks. So
+all ranks must run the same calls in the same order, with a mask on every rank or on none. Each rank
+back-propagates its own loss. The gradient of the sum of these losses is the sum of the ranks' gradients.
 
-The slices must be equally long. Positions count the tokens of the ranks before. A state passed to `prefill`
-is that before the first rank's slice, the same on all ranks; the state returned is that after the last one's,
-again the same on all. Gradients of gradients are not available.
+The slices must be equally long. Positions also count the tokens of earlier ranks. A state passed to `prefill`
+is the state before the first rank's slice, and must be the same on all ranks. The state returned is the state
+after the last rank's slice, again the same on all ranks. Gradients of gradients are not available.
 
-A rank sends (P - 1) times its summary forward, and as much backward: with B rows, G key heads, R features, M
-values and s bytes each, 2 (P-1) B G (RM+R+1) s for linear attention, whatever the length. Passed from rank to
-rank it is at most 2 B G (RM+R) s, and in `prefill` the last rank also tells the others the state at the end.
+When summaries are gathered, a rank sends its summary (P - 1) times forward, and as much backward. For linear
+attention with B rows, G key heads, R features, M values and s bytes per number, this is
+2 (P-1) B G (RM+R+1) s bytes, whatever the length. When sums are passed from rank to rank, a rank sends at
+most 2 B G (RM+R) s bytes, and in `prefill` the last rank also sends the final state to all others.
 
 Sun et al. 2024, "Linear Attention Sequence Parallelism" (arXiv 2404.02882) and LASP-2 (arXiv 2502.07563), for
 gathered states, and gathered keys and values in hybrids; ZeCO (arXiv 2507.01004) for the pipelined scan.

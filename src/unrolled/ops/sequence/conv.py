@@ -17,8 +17,8 @@ def causal_conv(x: Tensor, weight: Tensor, **options: Unpack[Options]) -> tuple[
     """Filter as `unrolled.ops.conv.causal_conv`, whose arguments these are, over the slices of all ranks.
 
     Returns:
-        `y [B,T,C]` of this slice, and the state after the slices of all ranks, if a state was given; zeros
-        otherwise, since only what continues from a state returns one.
+        `y [B,T,C]` of this slice, and the state after the slices of all ranks. Without a given state, zeros
+        take the place of that state, since only calls that continue from a state need it.
 
     Raises:
         UnsupportedError: `cu_seqlens` inside `sequence_parallel`.

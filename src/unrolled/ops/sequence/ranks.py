@@ -16,8 +16,9 @@ from unrolled.contract import UnsupportedError
 PIPELINE_FROM = 8
 """Number of ranks from which sums are passed from rank to rank by default, rather than gathered.
 
-A gather receives P - 1 states at once; a pipeline receives one, after r hops. The number is a rule of thumb:
-on links where a hop takes as long as sending 100 kB, the two take equally long at about this many ranks.
+In a gather, a rank receives P - 1 states at once; in a pipeline, rank r receives one state after r hops. The
+number is a rule of thumb: on links where a hop takes as long as sending 100 kB, gather and pipeline take
+equally long at about this many ranks.
 """
 
 Scan = Literal["gather", "pipeline"]
@@ -32,8 +33,8 @@ class Ranks:
         rank: the number of this process in the group, and of its slice.
         size: the number of processes P.
         scan: how sums reach the later ranks; see `sequence_parallel`.
-        bytes_sent: what this process has sent so far, forward and backward: to each of the others where all
-            gather from all.
+        bytes_sent: what this process has sent so far, forward and backward. What it sends to several ranks
+            counts once for each.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, scan: Scan | None = None) -> None:
@@ -53,7 +54,7 @@ class Ranks:
         return every
 
     def sum_and_scatter(self, xs: Sequence[Tensor]) -> Tensor:
-        """Return the sum over all ranks of what they have for this one: `xs[r]` is for rank r."""
+        """Return the sum of the tensors that all ranks have for this one; `xs[r]` is for rank r."""
         if xs[0].numel() == 0:
             return xs[0]
         mine = torch.empty_like(xs[0], memory_format=torch.contiguous_format)
@@ -62,7 +63,7 @@ class Ranks:
         return mine
 
     def send(self, x: Tensor, rank: int) -> Callable[[], object]:
-        """Begin to send `x` to a rank; call the result before `x` goes out of scope."""
+        """Begin to send `x` to a rank; call the returned function before `x` goes out of scope."""
         if x.numel() == 0:
             return lambda: None
         self._sent(x, 1)
@@ -93,9 +94,9 @@ class Ranks:
         return x
 
     def counts(self, length: int, key_padding_mask: Tensor | None) -> tuple[int | Tensor, int | Tensor]:
-        """Count the tokens before this rank's slice of `length`, and those of all slices.
+        """Count the tokens before this rank's slice of `length` tokens, and the tokens of all slices.
 
-        With a `key_padding_mask [B,T]` only valid tokens count, and both are `[B]`.
+        With a `key_padding_mask [B,T]`, only valid tokens count, and both counts are `[B]`.
         """
         if key_padding_mask is None:
             return self.rank * length, self.size * length
@@ -103,7 +104,7 @@ class Ranks:
         return every[: self.rank].sum(0), every.sum(0)
 
     def compare(self, rows: int, length: int, *, masked: bool, device: torch.device) -> None:
-        """Check, the first time, that all ranks were given slices of one shape, all masked or none.
+        """Check, at the first call, that all ranks have slices of one shape, and all have a mask or none has.
 
         Raises:
             ValueError: they differ; on every rank.
@@ -134,7 +135,7 @@ class Ranks:
 
 _ranks: ContextVar[Ranks | None] = ContextVar("_ranks", default=None)
 _lock = Lock()
-_open = 0  # contexts in all threads: a plain number, by which torch.compile sees that there is none
+_open = 0  # contexts in all threads; a plain number, so that torch.compile can see that there is none
 
 
 @contextmanager
@@ -144,17 +145,18 @@ def sequence_parallel(
     """Attend over a sequence whose slices are in the processes of a group, in the order of their ranks.
 
     `forward`, `loss` and `prefill` of causal decoders and mechanisms then give, on each rank, the outputs of
-    its slice of the whole sequence; a loss is the mean over the targets of the slice. What cannot do that
-    raises UnsupportedError. A model of your own that adds positions to its input asks `token_counts` for the
-    number of tokens before the slice. The backward pass may run inside or outside of the context.
+    its slice of the whole sequence; a loss is the mean over the targets of the slice. Calls that cannot do
+    this raise UnsupportedError. A model of your own that adds positions to its input asks `token_counts` for
+    the number of tokens before the slice. The backward pass may run inside or outside of the context.
 
     Args:
-        group: the processes; a mesh has one dimension. The default group where it is None.
-        scan: "gather", every rank receives the sums of all others and adds those before it; or "pipeline",
-            each receives the total from the one before, in pieces, adds its own and sends it on, which moves
-            less but takes a hop per rank. The last tokens that windows and convolutions need then come from
-            the rank before, or from further back where slices are shorter or masked. None for "pipeline" from
-            `PIPELINE_FROM` ranks on. Keys and values, and sums under a maximum, are always gathered.
+        group: the processes, as a process group or a mesh of one dimension; None for the default group.
+        scan: how sums reach the later ranks. With "gather", every rank receives the sums of all others and
+            adds up those before it. With "pipeline", each rank receives the total from the rank before it, in
+            pieces, adds its own sum and sends the total on. This moves less data but takes a hop per rank.
+            The last tokens that windows and convolutions need then come from the rank before, or from further
+            back where slices are shorter or masked. Keys and values, and sums under a maximum, are always
+            gathered. None selects "pipeline" from `PIPELINE_FROM` ranks on, and "gather" with fewer.
 
     Yields:
         the ranks, with `bytes_sent`.
@@ -207,7 +209,7 @@ def refuse(what: str) -> None:
 
 
 def inside(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Let `function` run with the ranks of now whenever it is called, as recomputation in a backward pass."""
+    """Bind `function` to the current ranks, so that it can run later, as recomputation in a backward pass."""
     ranks = current()
     if ranks is None:
         return function
@@ -220,9 +222,10 @@ def inside(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]
 
 
 def token_counts(length: int, key_padding_mask: Tensor | None) -> tuple[int | Tensor, int | Tensor]:
-    """Count the tokens before this process's slice and those of all slices; 0 and its own without ranks.
+    """Count the tokens before this process's slice of `length` tokens, and the tokens of all slices.
 
-    With a `key_padding_mask [B,T]` only valid tokens count, and the counts are `[B]`.
+    Without ranks, the sequence is a single slice. With a `key_padding_mask [B,T]`, only valid tokens count,
+    and the counts are `[B]`.
     """
     if (ranks := current()) is not None:
         return ranks.counts(length, key_padding_mask)

@@ -14,7 +14,7 @@ from unrolled.ops.sequence.summaries import Fields, Summary
 
 
 def scan(ranks: Ranks, state: Fields, summary: Summary, *, to_end: bool = True) -> tuple[Fields, Fields]:
-    """Exchange summaries: the state before this rank's slice, and that after all slices.
+    """Exchange summaries; return the state before this rank's slice, and the state after all slices.
 
     All ranks call this together, and take part in its backward pass together.
 
@@ -37,7 +37,7 @@ def scan(ranks: Ranks, state: Fields, summary: Summary, *, to_end: bool = True) 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a scan is of, besides its tensors."""
+    """The arguments of a scan, without its tensors."""
 
     ranks: Ranks
     names: tuple[str, ...]  # of the fields of the state
@@ -58,7 +58,7 @@ class _Plan:
         return self.kind(self.named(tensors[:n]), tensors[n] if self.through else None)
 
     def fold(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the state before the slice of this rank, and then that after all slices if needed.
+        """Return the state before the slice of this rank, and then the state after all slices if needed.
 
         Args:
             tensors: those of the state, then those of the summary of every rank.
@@ -97,7 +97,8 @@ class _Pipelined(torch.autograd.Function):
     """Every rank receives the state before its slice from the rank before, in pieces that follow each other.
 
     The pieces are parts of the columns of the first field; the other fields travel with the first piece.
-    Where the slice replaces the state, as that of a short window, a rank sends at once, in one piece.
+    Where the slice replaces the whole state, as with a short window, a rank sends its state at once, in one
+    piece, before it receives.
     """
 
     @staticmethod
@@ -160,7 +161,7 @@ class _Pipelined(torch.autograd.Function):
                 send(of_state[-1])
         for wait in sent:
             wait()
-        # The first rank read the state; the other ranks were given it and did not.
+        # Only the first rank read the given state.
         first = _joined(of_state)
         of_given = first if ranks.rank == 0 else tuple(torch.zeros_like(x) for x in first)
         of_floats = (x if x.is_floating_point() else None for x in of_through)
@@ -168,7 +169,12 @@ class _Pipelined(torch.autograd.Function):
 
 
 def _after(plan: _Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return a piece of the state after a slice, of the piece before, its own and what goes through."""
+    """Return a piece of the state after a slice.
+
+    Args:
+        plan: the plan of the scan.
+        tensors: the piece of the state before the slice, that of the slice's own state, and `through` if any.
+    """
     n = (len(tensors) - plan.through) // 2
     names = plan.names[:n]
     own = dict(zip(names, tensors[n : 2 * n], strict=True))
@@ -178,7 +184,7 @@ def _after(plan: _Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _results(ctx: Any, results: tuple[Tensor, ...], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Copy what is an input too, and mark what has no gradient."""
+    """Copy the results that are inputs too, and mark those that have no gradient."""
     results = tuple(x.clone() if any(x is y for y in inputs) else x for x in results)
     n, needed = len(ctx.plan.names), ctx.needs_input_grad[1:]
     for i, x in enumerate(results):
@@ -192,7 +198,7 @@ def _gradients(
     inputs: Sequence[Tensor],
     of_outputs: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Run a function again for the gradients of its inputs; zeros of those that have none."""
+    """Run a function again for the gradients of its inputs; zeros for inputs that have none."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
         outputs = function(leaves)
@@ -204,7 +210,7 @@ def _gradients(
 
 
 def _gather(ranks: Ranks, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Gather several tensors, those of one dtype together: for each, one of every rank."""
+    """Gather several tensors, those of one dtype together; return for each a list of all ranks' tensors."""
     every: list[list[Tensor]] = [[]] * len(tensors)
     for same in _by_dtype(tensors):
         mine = [tensors[i] for i in same]
@@ -215,7 +221,7 @@ def _gather(ranks: Ranks, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _scatter(ranks: Ranks, every: Sequence[Sequence[Tensor]]) -> list[Tensor | None]:
-    """Sum the gradients of what was gathered, at the rank that it came from; None for integers."""
+    """Sum the gradients of gathered tensors at the rank that each came from; None for integers."""
     mine: list[Tensor | None] = [None] * len(every)
     for same in _by_dtype([x[0] for x in every]):
         if every[same[0]][0].is_floating_point():
@@ -240,7 +246,7 @@ def _unpacked(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _pieces(fields: Sequence[Tensor], plan: _Plan) -> list[tuple[Tensor, ...]]:
-    """Cut the columns of the first field into one piece per rank, or fewer; the rest joins the first."""
+    """Cut the first field's columns into one piece per rank, or fewer; other fields join the first piece."""
     first, *others = fields
     first_piece, *pieces = first.chunk(1 if plan.replaces else plan.ranks.size, -1)
     return [(first_piece, *others), *((piece,) for piece in pieces)]
@@ -252,6 +258,6 @@ def _joined(pieces: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 
 def _sending(ranks: Ranks, x: Tensor, rank: int) -> Callable[[], object]:
-    """Begin to send; the result waits, and keeps `x` alive until then."""
+    """Begin to send; the returned function waits for the end, and keeps `x` alive until then."""
     wait = ranks.send(x, rank)
     return lambda: (wait(), x)

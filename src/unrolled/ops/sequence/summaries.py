@@ -19,16 +19,16 @@ class Summary:
     """What a slice does to a state.
 
     Attributes:
-        own: the fields of the state after the slice, from the empty state.
-        through: what becomes of a state that was there before; its meaning depends on the kind.
+        own: the fields of the state after the slice, starting from the empty state.
+        through: how the slice changes a state that was there before; its meaning depends on the kind.
     """
 
     own: Fields
     through: Tensor | None = None
-    pipelined: ClassVar[bool] = False  # whether the columns of the first field can be passed on apart
+    pipelined: ClassVar[bool] = False  # whether parts of the first field's columns can be sent one by one
 
     def after(self, state: Fields) -> Fields:
-        """Return the state after the slice, given that before it."""
+        """Return the state after the slice, given the state before it."""
         raise NotImplementedError
 
     def replaces(self, state: Fields) -> bool:
@@ -79,7 +79,7 @@ class Shifted(Summary):
 class Latest(Summary):
     """The last R tokens, `[...,R,C]`, of which a slice gives at most R.
 
-    `through [B]` is how many of its own are valid, the last ones; None for all.
+    `through [B]` is the number of the slice's own tokens that are valid, which come last; None if all are.
     """
 
     pipelined = True
@@ -121,10 +121,10 @@ class Appended(Summary):
 
 
 def last_tokens(x: Tensor, key_padding_mask: Tensor | None, n: int) -> tuple[Tensor, Tensor | None]:
-    """Return the last n valid tokens of `x [B,T,...]`, n <= T, and how many they are, `[B]`.
+    """Return the last n valid tokens of `x [B,T,...]`, n <= T, and their number `[B]`.
 
-    They are the last of the result `[B,n,...]`, which begins with others where a row has fewer than n.
-    Without a mask all are valid, and the count is None.
+    Where a row has fewer than n valid tokens, the result `[B,n,...]` begins with other tokens. Without a mask
+    all tokens are valid, and the number is None.
     """
     T = x.shape[1]
     if key_padding_mask is None:

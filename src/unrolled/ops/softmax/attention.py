@@ -1,11 +1,11 @@
-"""Softmax attention over whole sequences, in our layout and with our masks.
+"""Softmax attention over whole sequences, with the layout and masks of this library.
 
 o_i = sum_j softmax_j(scale q_i . k_j) v_j        Vaswani et al. 2017 (arXiv 1706.03762), eq. 1
 
-On a CPU the C++ kernels of window attention compute it, as a window without bounds. With gradients, on a
-Zen 4, 8 causal sequences of 256 tokens, 4 heads of 32, take half the time of torch's kernel in fp32 and a
-third in bf16; 128 sequences of 18 tokens in bf16 take a ninth. torch's kernels compute it on other devices,
-with other masks, in fp64, and in 16 bits on processors that have a matrix unit for them.
+On a CPU, the C++ kernels of window attention compute it, as a window without bounds. On a Zen 4 with
+gradients, 8 causal sequences of 256 tokens with 4 heads of width 32 take half the time of torch's kernel in
+fp32 and a third in bf16; 128 sequences of 18 tokens in bf16 take a ninth. torch's kernels compute it on other
+devices, with other masks, in fp64, and in 16 bits on processors that have a matrix unit.
 """
 
 from contextlib import nullcontext
@@ -59,8 +59,9 @@ def softmax_attention(
             to the scores).
         cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1, T = S).
         scale: factor of the scores, 1/sqrt(D) by default.
-        backend: "native" for the C++ kernels of a CPU (not in fp64, not with `attn_mask`), or torch's kernel,
-            "math", "flash", "efficient" or "cudnn"; for tests and benchmarks; None selects the fastest.
+        backend: "native" for the C++ kernels of a CPU (not in fp64, not with `attn_mask`), or one of torch's
+            kernels, "math", "flash", "efficient" or "cudnn". This is for tests and benchmarks; None selects
+            the fastest.
 
     Returns:
         `o [B,T,H,M]`; 0, with zero gradient, for a query that has nothing to attend to.
@@ -104,13 +105,13 @@ def softmax_attention(
     # A fully masked row attends to all keys and its output is then zeroed: no NaN forward or backward.
     allowed = allowed | ~something
     mask = allowed if bias is None else bias.masked_fill(~allowed, -torch.inf).masked_fill(~something, 0)
-    mask = mask[(None,) * (4 - mask.dim())]  # still broadcast: torch's fused kernels copy a mask
+    mask = mask[(None,) * (4 - mask.dim())]  # not expanded, as torch's fused kernels copy a mask
     o = _sdpa(q, k, v, mask, False, scale, backend)
     return o.masked_fill(~something.expand(B, H, T, 1).transpose(1, 2), 0).to(out_dtype)
 
 
 def _is_native_faster(inputs: Inputs) -> bool:
-    """Whether the C++ kernels can run these inputs, where torch's would have no matrix unit for them."""
+    """Whether the C++ kernels can run these inputs, and torch's kernels would not use a matrix unit."""
     if not prefers("native") or observed() or not native.supports(inputs):
         return False
     return inputs.q.dtype == torch.float32 or not has_matrix_unit()
@@ -134,7 +135,7 @@ def _sdpa(
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}, but must be None or one of native, {', '.join(BACKENDS)}")
     if backend is None and transforming():
-        backend = "math"  # the only one that has forward mode
+        backend = "math"  # the only kernel that supports forward-mode AD
     with nullcontext() if backend is None else sdpa_kernel(BACKENDS[backend]):
         q_heads, k_heads, v_heads = (x.transpose(1, 2) for x in (q, k, v))
         o = scaled_dot_product_attention(
@@ -148,7 +149,8 @@ def _sdpa(
 class _DoubleBackward(torch.autograd.Function):
     """Return `o` unchanged, with a gradient that can be differentiated again.
 
-    The gradients of the fused kernels have no gradients. With `create_graph`, the math form computes them.
+    The gradients of torch's fused kernels cannot be differentiated. With `create_graph`, the math kernel
+    computes them.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 def runs_on(device: torch.device) -> bool:
     """Whether kernels can run there: on CUDA with a Triton new enough, or anywhere in the interpreter.
 
-    While a graph is traced, CUDA is enough: the operator in the graph asks again when it runs.
+    While a graph is traced, CUDA is enough: the operator in the graph checks again when it runs.
     """
     if torch.compiler.is_compiling():
         return device.type == "cuda"

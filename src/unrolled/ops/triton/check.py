@@ -40,13 +40,13 @@ class Example(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A known bug of Triton's compilers, from one version to before another."""
+    """A known bug of Triton's compilers, from version `first` up to but not including version `fixed`."""
 
     what: str  # what Triton does
     capability: tuple[int, int]
     first: Version
     fixed: Version
-    narrowest: int = 1  # the smallest width that is affected, if one of the widths is as large
+    narrowest: int = 1  # calls are affected if one of their widths is at least this
     gated_backward: bool = False  # whether only gradients of gates are affected
 
 
@@ -95,7 +95,7 @@ def compiled_for(device: torch.device) -> tuple[tuple[int, int], Version] | None
 
 
 def known_fault(call: Call, capability: tuple[int, int], triton: Version) -> str | None:
-    """Return the known bug that affects this call, or None. Steps multiply in another way: none does."""
+    """Return the known bug that affects this call, or None. Steps have none: they multiply in another way."""
     for fault in FAULTS:
         affected = not fault.gated_backward or (call.gated and call.kind == "backward")
         affected = affected and call.kind != "step" and max(call.widths, default=0) >= fault.narrowest
@@ -118,7 +118,7 @@ def mistake(
         return f"fails with {type(error).__name__}: {error}"
     for (name, exact), x in zip(expected.items(), found, strict=True):
         share = float((x.double() - exact).abs().max() / exact.abs().max()) if exact.numel() else 0.0
-        if not share <= LARGEST_ERROR[call.dtype]:  # nor NaN
+        if not share <= LARGEST_ERROR[call.dtype]:  # also true for NaN
             return f"makes a mistake in {name}, off by {share:.2g} of its largest value"
     return None
 

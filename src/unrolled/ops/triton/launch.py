@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class Slots(NamedTuple):
-    """Tokens cut into chunks; all but the first are arguments of the kernels, which `tiles.place` reads.
+    """Tokens cut into chunks. All fields but the first are arguments of the kernels, for `tiles.place`.
 
-    Chunk c of a packed sequence n that begins at token t has slot t // C + n + c: no two sequences share a
-    slot, and there are T // C + N of them whatever the offsets are.
+    Chunk c of a packed sequence n that begins at token t has slot t // C + n + c. No two sequences share a
+    slot, and there are T // C + N slots, whatever the offsets are.
     """
 
     n: int

@@ -75,7 +75,7 @@ def store_tile(x, rows, row_stride, row_exists, columns, column_exists, values):
 
 @triton.jit
 def parts_for(result, FEWEST: tl.constexpr):
-    """Return into how many parts `product` splits the factors of a result: three if it is fp32."""
+    """Return the number of parts into which `product` splits the factors: three if the result is fp32."""
     return 3 if result.dtype.element_ty == tl.float32 else FEWEST
 
 
@@ -89,7 +89,7 @@ def cast(x, type: tl.constexpr):
 
 @triton.jit
 def short(x, like):
-    """Return fp32 numbers rounded to bf16 where `like` is bf16; beside fp16 `product` rounds them to tf32."""
+    """Return fp32 numbers rounded to bf16 if `like` is bf16; with fp16, `product` rounds them to tf32."""
     if like.dtype.element_ty == tl.bfloat16 and x.dtype == tl.float32:
         x = cast(x, tl.bfloat16)
     return x
@@ -97,16 +97,17 @@ def short(x, like):
 
 @triton.jit
 def product(a, b, total, PARTS: tl.constexpr = 3):
-    """Return total + a @ b, summed in fp32 by the tensor cores, of factors rounded about as fp32 is.
+    """Return total + a @ b, summed in fp32 by the tensor cores, with factors rounded about as fp32 is.
 
-    Numbers of 16 bits are multiplied as they are: their products are exact in fp32. A factor in fp32 beside
-    one of bf16 is the sum of three bf16 numbers, which are multiplied one after the other. Beside one of fp16
-    it is the sum of two of tf32, as states and scores may be too large for fp16. Two factors in fp32 run as
-    "tf32x3", which splits both into two tf32 parts and loses 2^-22 of a term, where fp32 loses 2^-24 of the
-    sum; "ieee" does not run on the tensor cores.
+    Two factors of 16 bits are multiplied as they are: their products are exact in fp32. If one factor is fp32
+    and the other bf16, the fp32 factor is split into a sum of three bf16 numbers, which are multiplied one
+    after the other. If the other is fp16, the fp32 factor is split into a sum of two tf32 numbers, as states
+    and scores may be too large for fp16. Two factors in fp32 run as "tf32x3", which splits both into two tf32
+    parts and loses 2^-22 of a term, where fp32 loses 2^-24 of the sum; "ieee" does not run on the tensor
+    cores.
 
-    Where the result is stored with 16 bits, one of the PARTS is enough, which is rounded as the result is, or
-    two where terms nearly cancel.
+    Where the result is stored with 16 bits, PARTS = 1 is enough, since that part is rounded as the result is.
+    PARTS = 2 is for terms that nearly cancel.
     """
     if a.dtype == tl.float32 and b.dtype == tl.float32:
         if PARTS == 1:
@@ -145,7 +146,7 @@ def _dot(a, b, total):
 
 @triton.jit
 def _parts(x, beside: tl.constexpr):
-    """Return the numbers whose sum is x, largest first: of bf16 beside bf16, else of tf32."""
+    """Return numbers whose sum is x, largest first: in bf16 for a product with bf16, else in tf32."""
     if beside == tl.bfloat16:
         high = cast(x, tl.bfloat16)
         rest = x - high.to(tl.float32)
@@ -160,9 +161,9 @@ def _parts(x, beside: tl.constexpr):
 
 @triton.jit
 def _rounded(x, DIGITS: tl.constexpr):
-    """Return fp32 numbers rounded to nearest, with so many fewer binary digits; NaN stays NaN.
+    """Return fp32 numbers rounded to nearest, with DIGITS fewer binary digits; NaN stays NaN.
 
-    Tensor cores cut off what tf32 does not hold.
+    Tensor cores themselves do not round to tf32, but cut digits off.
     """
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits + ((1 << (DIGITS - 1)) - 1) + ((bits >> DIGITS) & 1)) & -(1 << DIGITS)

@@ -78,18 +78,19 @@ def window_attention(
         window_size: `(left, right)`, how many keys before and after its own position a query attends to; -1
             for all of that side, so `(-1, 0)` is causal attention and `(-1, -1)` full attention.
         key_padding_mask: `[B,S]`, True = padding: such a key is masked, but keeps its position.
-        cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1, T = S). An unbounded side
-            costs time proportional to each sequence in the C++ kernels, to the row in the other forms.
+        cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1, T = S). With an unbounded
+            side, the time per query is proportional to the length of its sequence in the C++ kernels, and to
+            the length of the row in the other forms.
         scale: factor of the scores, 1/sqrt(D) by default.
         return_lse: also return the logarithm of the softmax's denominator.
         backend: "plain" for the PyTorch form, "native" for the C++ kernels of a CPU (not in fp64),
             "flex" for torch's flex_attention on CUDA; for tests and benchmarks; None selects the fastest.
 
     Returns:
-        `o [B,T,H,M]` in the dtype of `v`, and with `return_lse` the natural logarithm `lse [B,T,H]` in fp32
-        (fp64 for fp64 inputs), which is also what the softmax is computed in. A query that has nothing to
+        `o [B,T,H,M]` in the dtype of `v`, and with `return_lse` the natural logarithm `lse [B,T,H]`. The
+        softmax is computed and `lse` returned in fp32 (fp64 for fp64 inputs). A query that has nothing to
         attend to gives o = 0 with zero gradient and lse = minus infinity. Gradients of any order reach q, k
-        and v through both.
+        and v through both results.
 
     Raises:
         ValueError: an argument of the wrong shape or type; decreasing offsets; a window below -1.

@@ -2,9 +2,9 @@ r"""Sliding-window softmax attention in plain PyTorch, block by block: the form 
 
 The queries are cut into blocks of C. The keys that a block can read lie side by side: from the first that its
 first query may read to the last that its last query may read, C + left + right of them or fewer. A block
-multiplies its queries with that slice alone, so time is O(T (C + left + right) (D + M)), a one-sided window
-reads one side only, an unbounded side reads all there is, and a short sequence is a single dense block. With
-the scores s_ij = scale q_i . k_j, minus infinity outside the window, a block computes
+multiplies its queries with this slice of keys only, so time is O(T (C + left + right) (D + M)). A one-sided
+window reads one side only, and an unbounded side reads all keys there. A short sequence is a single dense
+block. With the scores s_ij = scale q_i . k_j, minus infinity outside the window, a block computes
 
     P = exp(s - max s)        o = P V / P 1        lse = max s + log(P 1)
 
@@ -14,11 +14,11 @@ and keeps lse. The backward pass computes the scores again; with dO and dlse arr
     dS = P * (dP - delta)       delta_i = sum_j P_ij dP_ij - dlse_i
     dQ = scale dS K             dK = scale dS^T Q
 
-delta_i equals o_i . dO_i - dlse_i, which is shorter; but o has been rounded to the type of v, and where P is
-nearly 1 it has to cancel dP. Memory: the inputs, the outputs and the scores of one block.
+delta_i equals o_i . dO_i - dlse_i, which is shorter. But o has been rounded to the type of v, and delta has
+to cancel dP where P is nearly 1. Memory: the inputs, the outputs and the scores of one block.
 
-The blocks are those of Beltagy et al. 2020, "Longformer" (arXiv 2004.05150), with rows of keys in place of
-whole neighbour blocks, which would need padding and up to a block of keys more.
+The blocks are those of Beltagy et al. 2020, "Longformer" (arXiv 2004.05150), except that a block reads rows
+of keys. Reading whole neighbour blocks would need padding and up to one more block of keys.
 """
 
 import math
@@ -63,7 +63,7 @@ class Heads(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Queries `begin..end` and the keys `low..high` that they read among them."""
+    """Queries `begin..end` and the keys `low..high` that at least one of them reads."""
 
     begin: int
     end: int
@@ -72,7 +72,7 @@ class Block(NamedTuple):
 
 
 def supports(inputs: Inputs) -> bool:
-    """Whether this form can run: always."""
+    """Whether this form can run these inputs: always."""
     return True
 
 

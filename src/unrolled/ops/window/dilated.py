@@ -2,8 +2,8 @@ r"""Window attention with gaps: a query reads every d-th key near it, and each h
 
     W_i = { i + m d : -left <= m <= right }
 
-so a window of left + right + 1 keys spans d times as many tokens. Tokens of different i mod d never interact:
-a sequence consists of d interleaved ones, its residue classes, and `window_attention` runs on each.
+so a window of left + right + 1 keys spans d times as many tokens. Tokens of different i mod d never interact.
+So the sequence consists of d interleaved sequences, its residue classes, and `window_attention` runs on each.
 
 Beltagy et al. 2020, "Longformer" (arXiv 2004.05150), section 3.1.
 """
@@ -58,7 +58,7 @@ def dilated_window_attention(
 
     Args:
         q, k, v, key_padding_mask, cu_seqlens: as for `window_attention`; a padded key keeps its position. The
-            keys before the first query, S - T of them, are none or at least left d.
+            number of keys before the first query, S - T, must be 0 or at least left d.
         window_size: `(left, right)`, numbers of keys, both bounded.
         dilation: d of each of the H query heads.
 
@@ -108,7 +108,7 @@ def dilated_window(
     """Compute `dilated_window_attention` for one dilation above 1 and checked arguments."""
     B, T, S = *q.shape[:2], k.shape[1]
     left, right = window_size
-    unread = max(0, S - T - left * d)  # what is left before the first query is a multiple of d
+    unread = max(0, S - T - left * d)  # the number of keys left before the first query is a multiple of d
     k, v = k[:, unread:], v[:, unread:]
     if key_padding_mask is not None:
         key_padding_mask = key_padding_mask[:, unread:]

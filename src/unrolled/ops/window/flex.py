@@ -80,7 +80,7 @@ def backward(
 
 
 def readable_blocks(left: int, right: int, T: int, S: int, device: torch.device) -> Blocks:
-    """Compute which blocks of scores the window covers. One that extends beyond T or S is read in part."""
+    """Compute which blocks of scores the window covers; blocks that extend beyond T or S are read partly."""
     left, right = S if left < 0 else left, T if right < 0 else right
     first = torch.arange(0, T, BLOCK, device=device).unsqueeze(-1) + (S - T)
     last = (first + BLOCK - 1).clamp(max=S - 1)
@@ -107,7 +107,7 @@ def _block_mask(left: int, right: int, T: int, S: int, device: torch.device) -> 
 
 
 def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of blocks in each row, and the indices of all, theirs first: `[1,1,...]`."""
+    """Return the number of blocks in each row, and all block indices, these blocks first: `[1,1,...]`."""
     number = blocks.sum(-1, dtype=torch.int32)
     order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
     return number[None, None], order[None, None]

@@ -1,7 +1,7 @@
 """Causal window attention as a recurrence: the state is the last keys and values, those in the window.
 
-The window of dilation d reads the token itself and those d, 2 d ... left d before it. With the keys in order,
-the newest last, that is a slice with steps of d.
+The window of dilation d reads the token itself and the tokens d, 2 d ... left d before it. With the keys in
+order, the newest last, these are a slice with steps of d.
 """
 
 from collections.abc import Sequence
