@@ -33,11 +33,12 @@ RECIPES: dict[str, Sections] = {
         "data": {"length": 256},
         "model": {
             **_SMALL,
+            "d_model": 192,
             "positions": "rotary",
             "attention": ["linear", "window"],
             "attention_options": {"linear": {"conv": 4, "rotary": False}, "window": {"window": 32}},
         },
-        "train": _TEXT,
+        "train": {**_TEXT, "steps": 3000, "eval_every": 750},
     },
     # The gated delta rule with a short convolution.
     "best-lm": {
