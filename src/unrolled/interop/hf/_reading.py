@@ -89,7 +89,7 @@ class ReadsTokens:
 
     @cached_property
     def _state_sizes(self) -> dict[str, tuple[int, ...] | int]:
-        """Sizes of the tensors of a state by name, without the batch; for a growing one, its number of axes."""
+        """Sizes of the tensors of a state by name, without the batch; or the number of axes if it grows."""
         growing = [block.attention.supports.recurrence != "constant" for block in self.model.stack.layers]
         found = leaves(self.model.init_state(1))
         return {
