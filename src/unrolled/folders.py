@@ -99,7 +99,7 @@ def writing_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_files(folder: Path) -> Iterator[Path]:
-    """Yield a staging folder, each file of which replaces that in `folder` if the block succeeds.
+    """Yield a staging folder; if the block succeeds, its files replace those in `folder`.
 
     Each replacement is atomic, and so is the creation of a new folder. If the process is killed inside the
     block, the old files stay, and `remove_staging` removes the staging folder.

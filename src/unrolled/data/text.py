@@ -176,7 +176,7 @@ class TextDataset(BaseDataset):
             yield Batch(inputs, targets)
 
     def _read(self) -> dict[Split, np.ndarray]:
-        """Return the ids of both splits, in the smallest integer type; set the attributes that decode them."""
+        """Return the ids of both splits in the smallest integer type; set the attributes that decode them."""
         names = (
             {"path": self.path} if self.val_path is None else {"path": self.path, "val_path": self.val_path}
         )

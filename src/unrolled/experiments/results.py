@@ -70,7 +70,7 @@ class Results:
         return list({trial.folder: trial for trial in tried}.values())
 
     def mean(self, measure: str, contender: str, evaluation: str | None = None) -> Mean | None:
-        """Average a measure over the seeds that have ended; None if there are none, or one lacks the measure."""
+        """Average a measure over the seeds that have ended; None if none has, or one lacks the measure."""
         found: list[float] = []
         for trial in self.seeds(contender):
             if (figures := self.figures(trial)) is not None:
