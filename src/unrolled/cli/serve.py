@@ -38,10 +38,10 @@ def serve(
     weights: Annotated[
         Weights | None, typer.Option(help="Round the weights of decoders to this form.")
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Continuations at a time, per model.")] = 256,
-    memory: Annotated[str, typer.Option(help="Memory of the states of running requests, per model.")] = "4GB",
-    queue: Annotated[int, typer.Option(min=1, help="Requests that may wait, per model.")] = 256,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")] = 300,
+    rows: Annotated[int, typer.Option(min=1, help="Maximum continuations at a time, per model.")] = 256,
+    memory: Annotated[str, typer.Option(help="Memory for states of running requests, per model.")] = "4GB",
+    queue: Annotated[int, typer.Option(min=1, help="Maximum number of waiting requests, per model.")] = 256,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Maximum seconds of a request.")] = 300,
     states: Annotated[
         str | None,
         typer.Option(
@@ -66,7 +66,7 @@ def serve(
         Path | None, typer.Option(help="File of keys, one a line; every request must have one of them.")
     ] = None,
     rate: Annotated[
-        str | None, typer.Option(help="Most requests per key, or per address, such as 600/minute.")
+        str | None, typer.Option(help="Maximum rate per key, or per address, such as 600/minute.")
     ] = None,
     origin: Annotated[
         str | None, typer.Option(help="A web page that may send requests, such as https://example.org.")

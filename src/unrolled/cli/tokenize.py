@@ -24,7 +24,7 @@ def tokenize(
         str, typer.Option(help="bpe (learned byte pairs), bytes, or the path of a tokenizer.json.")
     ] = "bpe",
     vocab_size: Annotated[
-        int | None, typer.Option(help="Most tokens in the vocabulary of bpe; by default 8,000.")
+        int | None, typer.Option(help="Maximum vocabulary size of bpe; by default 8,000.")
     ] = None,
     sample: Annotated[
         int | None, typer.Option(help="Characters to learn byte pairs from; by default 200,000,000.")

@@ -30,12 +30,12 @@ Ids are int64, numbers fp32. A target is -100 (`unrolled.contract.IGNORED`) wher
 Fields of a model's config that follow from the data are marked `unrolled.fields.FromData` with the name of an
 attribute of the data set. The data sets of each task have these attributes:
 
-    tokens         vocab_size: number of ids that can be predicted; length: most tokens of an example;
-                   start_token: whether inputs begin with the id vocab_size, which is never predicted
+    tokens         vocab_size: number of ids that can be predicted; length: maximum number of tokens of an
+                   example; start_token: whether inputs begin with the id vocab_size, which is never predicted
     labels         vocab_size, length; n_classes: number of labels
     translation    vocab_size, length; source_vocab_size: number of ids of the source, None if both languages
                    have the same ids
-    answers        vocab_size; memory_size: most sentences of a story; supporting: F
+    answers        vocab_size; memory_size: maximum number of sentences of a story; supporting: F
     bits           input_size: n; output_size: m
     numbers        input_size: n; output_size: 1
     transcription  vocab_size; n_mels: F

@@ -20,7 +20,7 @@ from torch import Tensor
 from unrolled.extras import how_to_install
 
 FRAMES_PER_SECOND = 100
-SHORTEST = 400  # least samples of a sound: a window of 25 ms at 16 kHz
+SHORTEST = 400  # minimum number of samples: a window of 25 ms at 16 kHz
 FULL_SCALE = 32768.0  # the samples of Kaldi have the scale of 16 bits
 
 Samples = np.ndarray[Any, np.dtype[np.int16]]

@@ -115,7 +115,7 @@ class BabiDataset(EpochDataset):
 
     Attributes:
         tasks: numbers of the tasks, which are learned jointly; "all" for those whose files are found.
-        memory_size: most sentences of a story; of a longer story, the last ones are kept.
+        memory_size: maximum number of sentences of a story; of a longer story, the last ones are kept.
         data_dir: the folder that holds `babi/`; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
         supporting: F, the number of supporting sentences in the targets.
 

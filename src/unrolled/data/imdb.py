@@ -43,7 +43,7 @@ class ImdbDataset(EpochDataset):
     that was trained on whole reviews. The changes are the same each time.
 
     Attributes:
-        length: most tokens of a review.
+        length: maximum number of tokens of a review.
         level: "bytes", or "words", where a sign such as a full stop is a word too.
         vocab_size: for "words", the number of ids: one for each of the most frequent words of the training
             reviews, and one for all other words; by default 8,000. For "bytes", leave it out.

@@ -52,10 +52,10 @@ class ListopsDataset(DrawnDataset):
     guessing 0 is right in about a sixth of the cases.
 
     Attributes:
-        shortest: fewest tokens of an expression.
-        length: most tokens of an expression.
-        depth: most levels of an expression; the last level has only digits.
-        arguments: most arguments of an operator.
+        shortest: minimum number of tokens of an expression.
+        length: maximum number of tokens of an expression.
+        depth: maximum number of levels of an expression; the last level has only digits.
+        arguments: maximum number of arguments of an operator.
         val_size: examples of the validation set.
 
     Raises:

@@ -53,8 +53,8 @@ class Multi30kDataset(EpochDataset):
     Attributes:
         direction: "en-de" translates into German, "de-en" into English.
         vocab_size: number of ids, including the end symbol, which is 0.
-        length: most tokens of a sentence, including the end symbol; training pairs with a longer sentence are
-            left out.
+        length: maximum number of tokens of a sentence, including the end symbol; training pairs with a longer
+            sentence are left out.
         joined: number of consecutive pairs that are joined to one example, for longer sentences. Pairs at the
             end that do not fill an example are left out. Byte pairs are learned from single sentences.
         data_dir: the folder that holds `multi30k/`; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.

@@ -33,7 +33,7 @@ TURN = 0.35
 SAME = 0.5
 """Largest difference, in pixels, between the distance of two discs and that of the ends of a line."""
 ATTEMPTS = 400  # at placing a line, before the image is begun again
-IMAGES = 200  # most images that are begun
+IMAGES = 200  # maximum number of images that are begun
 
 Point = tuple[float, float]
 

@@ -36,7 +36,7 @@ class RetrievalDataset(EpochDataset):
     longest of its batch.
 
     Attributes:
-        text_length: most bytes of each text.
+        text_length: maximum number of bytes of each text.
         data_dir: the folder that holds `imdb/`; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
 
     Raises:

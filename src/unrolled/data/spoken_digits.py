@@ -44,7 +44,7 @@ class SpokenDigitsDataset(DrawnDataset):
     digits is equally frequent. Random bars of training utterances are hidden, over time and over frequency.
 
     Attributes:
-        most: most digits of an utterance.
+        most: maximum number of digits of an utterance.
         n_mels: features of a frame.
         masks: number of bars over time, and of bars over frequency, that are hidden in each training
             utterance; see `unrolled.data._speech.hide`.

@@ -35,7 +35,7 @@ COMPARE: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
 FUNCTIONS: dict[str, Callable[..., float]] = {"abs": abs, "min": min, "max": max}
 
 Value = Callable[[str, str, str | None], float | None]
-"""Returns a measure of a contender, for an evaluation or for None; None if it is not known yet."""
+"""Returns a measure of a contender, in a further evaluation if one is named; None if not known yet."""
 
 
 class _UnknownError(Exception):

@@ -29,7 +29,7 @@ class Mean(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """An expectation, whether it holds, and the values of both sides, which are None if runs are missing."""
+    """An expectation, whether it holds, and the values of both sides; both are None if runs are missing."""
 
     text: str
     held: bool | None

@@ -53,11 +53,11 @@ class Engine:
     Args:
         runner: runs the model.
         digest: digest of the model for snapshots, 64 hex digits.
-        rows: most continuations at a time.
-        memory: most bytes of the states of all running jobs.
-        prefix_memory: most bytes of the states of prompts that are kept for other prompts.
-        queue: most jobs that wait.
-        chunk: most tokens of a prompt that are read between two blocks of drawing.
+        rows: maximum number of continuations at a time.
+        memory: maximum memory in bytes for the states of all running jobs.
+        prefix_memory: maximum memory in bytes for the states of prompts that are kept for other prompts.
+        queue: maximum number of jobs that wait.
+        chunk: maximum number of tokens of a prompt that are read between two blocks of drawing.
         threads: number of threads of the kernels; None for that of torch.
 
     Attributes:

@@ -57,7 +57,7 @@ class Keys:
     Args:
         app: the app that answers.
         keys: the keys, which are compared in constant time. A client is a key; without keys, an address.
-        rate: most requests of a client, such as "600/minute".
+        rate: maximum rate of requests of a client, such as "600/minute".
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], rate: str | None) -> None:

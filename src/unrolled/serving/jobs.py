@@ -38,7 +38,7 @@ class Job:
         tokens: tokens to read, including the start symbol if the model has one; without a state, at least
             one.
         state: state of the sequence that the tokens continue.
-        limit: most new tokens; with 0, the tokens are read, and nothing is drawn.
+        limit: maximum number of new tokens; with 0, the tokens are read, and nothing is drawn.
         sampling: how tokens are drawn.
         keys: the random stream of each continuation. There is one continuation for each key.
         stops: token sequences that end a continuation.

@@ -46,7 +46,7 @@ class Served:
         created: when its weights were written, in seconds since 1970.
         vocab_size: number of ids.
         start_token: whether every sequence begins with the start symbol, whose id is `vocab_size`.
-        n_positions: most tokens of a sequence; None for any number.
+        n_positions: maximum number of tokens of a sequence; None for any number.
         shape: height and width of the images that the model draws, and then 3 for colour; None for text.
         text: encodes and decodes its ids; None for images.
         engine: the engine that runs the model.

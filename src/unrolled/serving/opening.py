@@ -26,16 +26,17 @@ class Options(BaseModel):
         name: name of the model in requests; None for that of its folder.
         host, port: address and port to listen at.
         weights: the form that the weights are rounded to; None for that of the folders.
-        rows: most continuations at a time, per model.
-        memory: most memory for the states of running requests, per model, such as "4GB".
-        queue: most requests that wait, per model.
-        timeout: most seconds that a request may take.
+        rows: maximum number of continuations at a time, per model.
+        memory: maximum memory for the states of running requests, per model, such as "4GB".
+        queue: maximum number of requests that wait, per model.
+        timeout: maximum time of a request, in seconds.
         ttl: drop states that were not used for this time: a number of seconds, or a text such as "30d".
-        state_bytes: most bytes of all states; beyond it, the least recently used states are dropped.
+        state_bytes: maximum number of bytes of all states; beyond it, the least recently used states are
+            dropped.
         state_memory: memory for a cache of the most recently used states of the store.
         deterministic: whether answers must not depend, bit for bit, on other requests.
         keys: file with one key per line.
-        rate: most requests of a client, such as "600/minute".
+        rate: maximum rate of requests of a client, such as "600/minute".
         origin: a web page on another server that may send requests.
     """
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-SHORTEST = 16  # least tokens for which a state is kept: fewer are read as fast as a state is copied
+SHORTEST = 16  # minimum tokens for a kept state: fewer are read as fast as a state is copied
 
 Tokens = NDArray[np.int64]
 
@@ -30,7 +30,7 @@ class Prefixes:
     """States of prompts, by the tokens that they have read, up to a number of bytes.
 
     Args:
-        most_bytes: most bytes of all states.
+        most_bytes: maximum number of bytes of all states.
 
     Attributes:
         nbytes: bytes of the states that are kept.

@@ -34,8 +34,8 @@ class Arguments(Options):
     Paths must lead to the same files on every machine. Relative paths start at the folder of `serve run`.
 
     Attributes:
-        replicas: number of replicas; with `most_replicas`, the lowest number.
-        most_replicas: highest number of replicas. Ray then adds replicas while many requests run.
+        replicas: number of replicas; with `most_replicas`, the minimum number.
+        most_replicas: maximum number of replicas. Ray then adds replicas while many requests run.
         cpus: cores of a replica; its kernels run as many threads.
         host: address at which Ray listens. If other machines can reach it, keys are required. It does not
             change where Ray listens: set the `http_options` of Ray for that.

@@ -30,7 +30,7 @@ class Reading:
         state: the state after the tokens that were read so far.
         tokens: all tokens that follow the state of the job, int64.
         start: number of tokens that the state of the job had read.
-        room: most tokens of the sequence, including those that will be drawn.
+        room: maximum number of tokens of the sequence, including those that will be drawn.
 
     Raises:
         ValueError: the state of the job does not fit the model.

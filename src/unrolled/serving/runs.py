@@ -21,7 +21,7 @@ class Asked:
 
     Attributes:
         state: the state that all prompts follow.
-        limit: most new tokens of each continuation.
+        limit: maximum number of new tokens of each continuation.
         sampling: how tokens are drawn.
         seed: seed of the random streams; None for a seed from the system.
         n: number of continuations of each prompt.

@@ -14,12 +14,12 @@ class Settings:
         host: address to listen at.
         port: TCP port; 0 takes a free port.
         keys: secret keys, one of which a client must send; if there are none, any client may send requests.
-        rate: most requests of a client, such as "600/minute"; None is no limit.
+        rate: maximum rate of requests of a client, such as "600/minute"; None is no limit.
         origin: a web page on another server that may send requests, such as "https://example.org".
-        timeout: most seconds that a request may take.
+        timeout: maximum time of a request, in seconds.
         drain: seconds in which running requests must end once the server stops.
-        body_bytes: most bytes of a body.
-        state_bytes: most bytes of a state that is uploaded.
+        body_bytes: maximum number of bytes of a body.
+        state_bytes: maximum number of bytes of a state that is uploaded.
         body_seconds: seconds in which a body must arrive, plus one for each MiB.
         header_seconds: seconds in which headers must arrive.
 

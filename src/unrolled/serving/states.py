@@ -33,8 +33,8 @@ class States:
 
     Args:
         store: the store.
-        memory_bytes: most `nbytes` of the cache. Beyond it, the least recently used states are dropped from
-            memory; a state that is larger than it is read from the store each time.
+        memory_bytes: maximum `nbytes` of the cache. Beyond it, the least recently used states are dropped
+            from memory; a state that is larger than it is read from the store each time.
     """
 
     def __init__(self, store: Store, memory_bytes: int) -> None:

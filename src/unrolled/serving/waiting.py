@@ -17,7 +17,7 @@ class Waiting(Generic[Item]):
     """Items of each client in the order in which they came; the clients take turns.
 
     Args:
-        most: most items at a time.
+        most: maximum number of items at a time.
     """
 
     def __init__(self, most: int) -> None:

@@ -58,9 +58,9 @@ class TrainConfig(Checked):
             sequence. This takes the memory of one segment, and the time of another forward pass. The states
             between segments are kept in a temporary file. None reads sequences whole. See
             `unrolled.training.segments`.
-        carry_state: start each row of a batch from the state at the end of the same row of the previous
-            batch, without a gradient to this state (`unrolled.training.carrying`). The rows of the data set
-            must continue from batch to batch, as with `data.order=consecutive`.
+        carry_state: start each row that continues the same row of the previous batch from the state at the
+            end of that row, without a gradient to this state (`unrolled.training.carrying`). The rows of the
+            data set must continue from batch to batch, as with `data.order=consecutive`.
         redraw_every: redraw random features (`performer`, `rfa`) and rotations (`reformer`) after this many
             updates; None never redraws them.
         threads: number of CPU threads of torch; None leaves it as it is.

@@ -39,8 +39,8 @@ class Forecast:
         optimizer_bytes: bytes of the optimiser's state and of the averaged weights.
         carried_bytes: bytes of the states that are carried from batch to batch.
         taken: memory for activations and for states between segments in a step, and bytes sent to other
-            processes, all measured in the third step, or in the last step if there are fewer. None if no step
-            was run.
+            processes, all measured in the third step, or in the last step if there are fewer. None if this
+            step was not run.
         peak_bytes: peak memory, including activations: on a CPU, of the whole process with Python, torch and
             the data set; on CUDA, of torch. None where the system does not report it.
         step: first step; above 0 if the run resumes from a checkpoint.

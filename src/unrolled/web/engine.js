@@ -125,7 +125,7 @@ export class Engine extends Graph {
     return { logits, state: next, probes, ms };
   }
 
-  /** The highest number of tokens that can follow a prompt; the last one is drawn but not read. */
+  /** The maximum number of tokens that can follow a prompt; the last one is drawn but not read. */
   room(promptLength) {
     const positions = this.manifest.max_positions;
     const read = promptLength + (this.manifest.start_token === null ? 0 : 1);

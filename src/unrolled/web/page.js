@@ -12,7 +12,7 @@ import { Vocabulary } from "./vocabulary.js";
 
 const $ = (id) => document.getElementById(id);
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
-const LONGEST = 20000; // most tokens to read or to write, so that a wrong input does not fill the memory
+const LONGEST = 20000; // maximum number of tokens to read or to write, so that a wrong input does not fill the memory
 const WARM_UP = 8; // steps whose time does not count, because the browser is still compiling
 const groups = new Map(); // name of a group -> its entries of models.json
 const loaded = new Map(); // name of a model -> a promise of its engine

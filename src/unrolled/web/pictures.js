@@ -59,7 +59,7 @@ export function paintState(canvas, phi, state, rows, columns) {
   context.putImageData(image, 0, 0);
 }
 
-const WIDEST = 2048; // most columns of a picture: browsers refuse canvases of about ten thousand
+const WIDEST = 2048; // maximum number of columns of a picture: browsers refuse canvases of about ten thousand
 
 /** A cache of one head, with a column for one or several tokens; columns up to `capacity` that are not in use are blank. */
 export function paintCache(canvas, width, length, capacity, value) {

@@ -3,7 +3,7 @@
 import { Graph } from "./engine.js";
 import { Failure } from "./files.js";
 
-const LONGEST = 60; // most seconds of a sound: time and memory of softmax and windows are quadratic in them
+const LONGEST = 60; // maximum length of a sound in seconds: time and memory of softmax and windows are quadratic in them
 
 export class Transcriber extends Graph {
   static format = "unrolled-onnx-speech";

@@ -66,7 +66,7 @@ def export_transcriber(
 
     Raises:
         UnsupportedError: the computation of a mechanism depends on the length or on values, the positions
-            have a greatest length, the opset is not supported, or the model is not in fp32.
+            have a maximum length, the opset is not supported, or the model is not in fp32.
         ValueError: the model or the vocabulary is of another kind, or they do not match.
         ImportError: onnx, onnxscript or onnxruntime is missing.
     """

@@ -16,7 +16,7 @@ class SpeechManifest(Record):
 
     Attributes:
         rate: samples per second of the input.
-        shortest: the lowest number of samples that the graph can read.
+        shortest: the minimum number of samples that the graph can read.
     """
 
     format: ClassVar[str] = "unrolled-onnx-speech"

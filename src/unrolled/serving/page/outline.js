@@ -3,7 +3,7 @@
 
 import { firstWords, tokens } from "./words.js";
 
-const DEEPEST = 8; // most levels of indentation, so that there is room for words
+const DEEPEST = 8; // maximum number of levels of indentation, so that there is room for words
 
 function span(className, text, hidden = false) {
   const made = Object.assign(document.createElement("span"), { className, textContent: text });

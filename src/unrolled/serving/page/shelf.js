@@ -2,7 +2,7 @@
 
 import { Tree } from "./tree.js";
 
-const MOST = 1.5e6; // most characters of a tree; localStorage holds about 5 million in total
+const MOST = 1.5e6; // maximum number of characters of a tree; localStorage holds about 5 million in total
 
 /** The tree that is stored at a place; an empty tree if there is none. */
 export function load(place) {

@@ -2,7 +2,7 @@
 
 import { ask, Refusal } from "./api.js";
 
-const LONGEST = 100e6; // most bytes of a header, a limit of the format
+const LONGEST = 100e6; // maximum number of bytes of a header, a limit of the format
 
 /** The metadata of a file: { id, model, length }. Throws Refusal if the file is not a state. */
 async function describe(file) {

@@ -138,7 +138,7 @@ class ModelDetails(Answer):
     levels: int | None = Field(description="number of levels of a pixel or colour")
     state_bytes: int = Field(description="bytes of a state before any token")
     state_bytes_per_token: int = Field(description="bytes that each token adds to a state")
-    max_model_len: int | None = Field(description="most tokens of a sequence; null without a limit")
+    max_model_len: int | None = Field(description="maximum tokens of a sequence; null without a limit")
     chat: bool = Field(description="whether the model has a chat template")
     mechanisms: list[str] | None
     parameters: int | None

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from unrolled.serving.protocol.fields import Body, Logprobs, TextContinuation, neutral
 
 MOST_TOKENS = 1_024
-"""Most new tokens if the request does not say."""
+"""Maximum number of new tokens if the request does not say."""
 
 
 class Part(Body):

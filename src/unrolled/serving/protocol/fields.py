@@ -7,9 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints,
 from unrolled.decode.request import Sampling
 
 MOST_TOKENS = 1_000_000
-"""Most new tokens of one continuation."""
+"""Maximum number of new tokens of one continuation."""
 MOST_ROWS = 2_048
-"""Most continuations of one request."""
+"""Maximum number of continuations of one request."""
 
 StateId = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 Tokens = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
@@ -97,7 +97,7 @@ class TextContinuation(Continuation):
 
     @property
     def limit(self) -> int | None:
-        """The most new tokens that were asked for."""
+        """The maximum number of new tokens that was asked for."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     @property

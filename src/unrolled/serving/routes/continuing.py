@@ -105,7 +105,7 @@ class Continuing:
             body: the body of the request.
             prompts: the ids of each prompt, without a start symbol.
             param: name of the field that holds the prompts.
-            default: most new tokens if the request does not say.
+            default: maximum number of new tokens if the request does not say.
             logprobs: number of most likely tokens to report with each token; None reports nothing.
             prompt_logprobs: whether to report log probabilities of the prompts too.
 

@@ -48,8 +48,8 @@ def open_store(url: str, *, most_bytes: int | None = None, seconds: float | None
         url: "memory:", which ends with the process; the path of a SQLite file, or "sqlite:PATH";
             "s3://BUCKET/PREFIX" or "gs://BUCKET/PREFIX", with credentials from the environment;
             "file:///FOLDER"; or "redis://HOST:PORT/DB" (with TLS: "rediss://").
-        most_bytes: most bytes of all values; beyond it, the least recently used values are dropped. For
-            stores in memory and SQLite; None is no limit.
+        most_bytes: maximum number of bytes of all values; beyond it, the least recently used values are
+            dropped. For stores in memory and SQLite; None is no limit.
         seconds: a value that is not used for this time is dropped. For stores in memory, SQLite and Redis;
             None is no limit.
 

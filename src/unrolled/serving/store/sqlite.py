@@ -16,10 +16,10 @@ from unrolled.serving.store.checks import check_key, check_name, check_size, che
 APPLICATION = 0x756E726C  # "unrl": marks the file as a store of this library
 VERSION = 1
 WAIT = 10.0  # seconds for other processes that write
-LARGEST = 10**9 - 1000  # most bytes of a value: the limit of a row in SQLite is 10^9
+LARGEST = 10**9 - 1000  # maximum number of bytes of a value: the limit of a row in SQLite is 10^9
 WAL_LEFT = 64 * 2**20  # bytes to which the write-ahead log is cut after a larger write
 STALE = 60.0  # seconds: a use is noted only if the last noted use is older
-MOST_DROPPED = 64  # most rows that one `put` drops, so that it does not take long
+MOST_DROPPED = 64  # maximum number of rows that one `put` drops, so that it does not take long
 
 # `pointed` is 1 if a session points to the state. `value` is last, so that other columns are read without it.
 SCHEMA = f"""
