@@ -38,7 +38,7 @@ class Continued(Answer):
     created: int = Field(description="seconds since 1970")
     model: str
     usage: Usage
-    state: str | None = Field(None, description="the id of the state at the end, if keep is set and n is 1")
+    state: str | None = Field(None, description="id of the state at the end, with keep and a single choice")
 
 
 class Logprobs(Answer):
