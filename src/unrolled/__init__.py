@@ -37,7 +37,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name on first use: `unrolled --help` need not wait for torch."""
+    """Import a name on first use, so that `unrolled --help` does not wait for torch."""
     for module, names in _MODULES.items():
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)

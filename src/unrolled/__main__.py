@@ -1,4 +1,4 @@
-"""`python -m unrolled` is the command line, where its script is not on the path."""
+"""The command line as `python -m unrolled`, for when its script is not on the path."""
 
 from unrolled.cli import main
 

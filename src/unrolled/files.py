@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 DIGEST_KEY, DOCUMENTS_KEY = "sha256", "documents"
-PADDING_KEY, ALIGNMENT = "padding", 64  # bytes: of a cache line, and of a register
+PADDING_KEY, ALIGNMENT = "padding", 64  # bytes of a cache line and of a wide register
 NO_DIGEST = "0" * 64  # placeholder while the digest is computed
 T = TypeVar("T")
 
@@ -26,11 +26,11 @@ def write_file(file: Path, content: str | bytes | Callable[[Path], object]) -> N
     """Write a file atomically: if the process is killed, the old file stays unchanged.
 
     Args:
-        file: replaced if it exists; its folder is made if needed.
-        content: bytes, text to be encoded as UTF-8, or a function that writes to the path it is given.
+        file: the file, replaced if it exists; its folder is made if needed.
+        content: bytes, text to be encoded as UTF-8, or a function that writes to the path that it is given.
 
     Raises:
-        OSError: the file cannot be written, as on a full disk; an existing one is unchanged.
+        OSError: the file cannot be written, as on a full disk; an existing file is unchanged.
     """
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # another process may write the same file
     with system_errors(file):
@@ -48,7 +48,7 @@ def write_file(file: Path, content: str | bytes | Callable[[Path], object]) -> N
 
 
 def read_object(file: Path) -> dict[str, object]:
-    """Return the JSON object in a file; an empty one if there is none or it cannot be read."""
+    """Return the JSON object in a file; an empty dict if there is no object or it cannot be read."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -58,7 +58,7 @@ def read_object(file: Path) -> dict[str, object]:
 
 @contextmanager
 def system_errors(file: str | Path) -> Iterator[None]:
-    """Raise system errors during the writing of `file` as an OSError that names it.
+    """Raise system errors inside the block, while `file` is written, as an OSError that names the file.
 
     Rust libraries such as safetensors and tokenizers raise other exceptions, whose text ends in
     "(os error 28)". An OSError of Python need not name a file.
@@ -89,16 +89,16 @@ def save_tensors(
     The digest is the SHA-256 of the file, with zeros in place of the digest, followed by the documents.
 
     Args:
-        tensors: by name; they may not share memory.
+        tensors: the tensors by name; they may not share memory.
         path: the file, replaced in one step.
-        documents: JSON values stored elsewhere that belong to the tensors, such as a config. The file holds
-            their names, which have no commas; the digest covers their content.
+        documents: JSON values by name that are stored elsewhere and belong to the tensors, such as a config.
+            The file holds their names, which must not have commas; the digest covers their content.
         metadata: text to keep in the file, by name.
-        aligned: begin the tensors of bytes, which come last, at a multiple of 64 bytes; a tensor
+        aligned: begin the tensors of bytes, which come last, at a multiple of 64 bytes; the tensor
             `PADDING_KEY` fills the gap.
 
     Raises:
-        OSError: the file cannot be written, as on a full disk; an existing one is unchanged.
+        OSError: the file cannot be written, as on a full disk; an existing file is unchanged.
     """
     documents = documents or {}
     metadata = {"format": "pt", **(metadata or {})}
@@ -116,14 +116,14 @@ def save_tensors(
 
 
 def load_tensors(path: str | Path, documents: Callable[[str], object] | None = None) -> dict[str, Tensor]:
-    """Read a safetensors file. One that `save_tensors` wrote is checked against its digest.
+    """Read a safetensors file. A file that `save_tensors` wrote is checked against its digest.
 
     Args:
         path: the file; files of other programs have no digest and are not checked.
         documents: returns each document that the file was saved with, by name.
 
     Raises:
-        ValueError: the file cannot be read, or it or a document was changed.
+        ValueError: the file cannot be read, or the file or a document was changed.
     """
     check_digest(path, documents)
     return _readable(path, lambda: load_file(path))
@@ -143,7 +143,7 @@ def check_digest(path: str | Path, documents: Callable[[str], object] | None = N
     """Check a safetensors file against its digest, if it has one.
 
     Returns:
-        the documents that the file was saved with, by name.
+        The documents that the file was saved with, by name.
 
     Raises:
         ValueError: as `load_tensors`.
@@ -187,7 +187,7 @@ def read_header(path: str | Path) -> Header:
 
 
 def sort_metadata(content: mmap.mmap | bytearray) -> None:
-    """Sort, in place, the metadata of a safetensors file, which safetensors writes in random order."""
+    """Sort the metadata of a safetensors file in place, since safetensors writes it in random order."""
     (size,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + size])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
@@ -203,7 +203,7 @@ def _readable(path: str | Path, read: Callable[[], T]) -> T:
 
 
 def _save_aligned(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
-    """Save with padding in front of the tensors of bytes, which safetensors writes after all wider types."""
+    """Save with padding before the tensors of bytes, which safetensors writes after all wider dtypes."""
     wide = sum(x.nbytes for x in tensors.values() if x.dtype != torch.uint8)
     missing = -wide % ALIGNMENT or ALIGNMENT
     padded = {PADDING_KEY: torch.zeros(missing // 2, dtype=torch.int16), **tensors}
@@ -215,7 +215,7 @@ def _save_aligned(tensors: dict[str, Tensor], file: Path, metadata: dict[str, st
 
 
 def _digest(content: mmap.mmap, written: str, documents: Mapping[str, object]) -> tuple[int, str]:
-    """Return the offset of the digest, which is `written`, in a safetensors file, and the correct digest."""
+    """Return the offset in a safetensors file where the digest `written` stands, and the correct digest."""
     place = content.find(f'"{DIGEST_KEY}":"{written}"'.encode()) + len(DIGEST_KEY) + 4
     total = hashlib.sha256(content[:place])
     total.update(NO_DIGEST.encode())

@@ -1,4 +1,4 @@
-"""Atomic writes to folders, by one process at a time, that never overwrite foreign files."""
+"""Atomic writes to folders, by one process at a time, without overwriting files of other origin."""
 
 import os
 import shutil
@@ -16,9 +16,9 @@ def check_folder(folder: Path, content: str, made_before: Callable[[], bool], *,
     """Reject a folder with content that the caller did not write. Hidden and temporary files do not count.
 
     Args:
-        folder: to be written; absent or empty is fine.
+        folder: the folder to write; it may be missing or empty.
         content: the content that is accepted, for the message.
-        made_before: returns whether the folder holds it; called if the folder is not empty.
+        made_before: returns whether the folder holds this content; called if the folder is not empty.
         force: accept any content.
 
     Raises:
@@ -39,7 +39,7 @@ def check_file(file: Path, made_before: Callable[[], bool] = lambda: False, *, f
     """Reject a file that exists and that the caller did not write.
 
     Raises:
-        ValueError: such a file, or a path that cannot be a file.
+        ValueError: there is such a file, or the path cannot be a file.
     """
     if file.is_dir():
         raise ValueError(f"{file} is a folder, but must be a file")
@@ -61,11 +61,11 @@ def contents(folder: Path) -> set[str]:
 def held(folder: Path) -> Iterator[None]:
     """Lock an existing folder against writes of other processes during the block.
 
-    The operating system holds the lock, on the file `.lock`, which stays, and releases it if the process
-    dies. The same thread may lock a folder again inside the block.
+    The lock is a lock of the operating system on the file `.lock`. It is released if the process dies; the
+    file stays. The same thread may lock a folder again inside the block.
 
     Raises:
-        ValueError: another process or thread holds the folder, or it cannot be written to.
+        ValueError: another process or thread holds the lock, or the folder cannot be written to.
     """
     from filelock import FileLock, Timeout  # late: it imports asyncio, which few commands need
 
@@ -99,7 +99,7 @@ def writing_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_files(folder: Path) -> Iterator[Path]:
-    """Yield a staging folder; when the block ends well, each file in it replaces its namesake in `folder`.
+    """Yield a staging folder; if the block succeeds, its files replace those in `folder`.
 
     Each replacement is atomic, and so is the creation of a new folder. If the process is killed inside the
     block, the old files stay, and `remove_staging` removes the staging folder.
@@ -109,7 +109,7 @@ def replacing_files(folder: Path) -> Iterator[Path]:
             itself failed.
     """
     new = not folder.exists()
-    # Beside a new folder, another process may stage a folder of the same name.
+    # If the folder is new, another process may also be staging a folder of this name.
     staging = folder.with_name(f".{folder.name}.{os.getpid()}{STAGING}") if new else folder / STAGING
     with system_errors(folder):
         staging.mkdir(parents=new)
@@ -137,7 +137,7 @@ def _check_above(path: Path) -> None:
 
 
 def _sync(staging: Path) -> None:
-    mode = staging.stat().st_mode & 0o666  # follow the umask; safetensors makes its files private
+    mode = staging.stat().st_mode & 0o666  # the mode of the umask; safetensors makes its files private
     for file in sorted(staging.rglob("*")):
         if file.is_file():
             file.chmod(mode)
@@ -156,7 +156,7 @@ def _move(staging: Path, folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    if os.name == "posix":  # elsewhere a folder cannot be opened, and a rename is durable anyway
+    if os.name == "posix":  # on other systems, a folder cannot be opened, and a rename is durable
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -15,8 +15,8 @@ class Registry(Generic[T]):
 
     Args:
         package: name of the package.
-        base: the base of its classes.
-        noun: the name of such a class in error messages.
+        base: the base class of the classes.
+        noun: the word for such a class in error messages.
     """
 
     def __init__(self, package: str, base: type[T], noun: str) -> None:

@@ -38,7 +38,7 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt as error:
             number = getattr(error, "signal", signal.SIGINT)  # a signal ended the run
             by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
-            if os.environ.get("RANK", "0") == "0":  # of the processes of one run
+            if os.environ.get("RANK", "0") == "0":  # only the first process of torchrun prints
                 typer.echo(f"interrupted{by}", err=True)
             raise typer.Exit(128 + number) from None
         except (typer.Exit, typer.Abort):

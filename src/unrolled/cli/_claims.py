@@ -1,4 +1,4 @@
-"""The page of the documentation that tells which claims hold, by the results that come with the library."""
+"""The documentation page that says which claims hold, according to the results that come with the library."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def page() -> str:
 
 
 def _line(experiment: Experiment, results: dict[str, Any] | None) -> str:
-    """Sum an experiment up in a line of a table."""
+    """Return the row of an experiment in the table of all experiments."""
     state = "not run"
     if results is not None:
         held = [x["held"] for x in results["expectations"]]
@@ -40,7 +40,7 @@ def _line(experiment: Experiment, results: dict[str, Any] | None) -> str:
 
 
 def _section(experiment: Experiment, results: dict[str, Any] | None) -> str:
-    """Tell what an experiment expects and what was found."""
+    """Return the section of an experiment: its claim, its results and its expectations."""
     verdicts = {} if results is None else {x["text"]: x for x in results["expectations"]}
     parts = [f"## {experiment.name}\n", f"{experiment.claim}\n", f"Source: {experiment.paper}.\n"]
     if results is None:

@@ -21,7 +21,7 @@ ALTERNATIVES = {
 """The pictures of a report, with their alternative texts."""
 
 KEPT = {"linear": "state", "softmax_cache": "cache", "softmax_recompute": "activations"}
-"""What is stored by each contender."""
+"""What each contender stores, as a column heading."""
 
 
 def build(figures: Mapping[str, Any], pictures: Mapping[str, Mapping[str, bytes]]) -> str:
@@ -29,7 +29,7 @@ def build(figures: Mapping[str, Any], pictures: Mapping[str, Mapping[str, bytes]
 
     Args:
         figures: the contents of `figures.json`.
-        pictures: a PNG file for each of `ALTERNATIVES`, as "light" and as "dark".
+        pictures: for each name in `ALTERNATIVES`, a PNG file of the theme "light" and one of "dark".
     """
     shown = {f"{name}_picture": _picture(pictures[name], alt) for name, alt in ALTERNATIVES.items()}
     tables = {

@@ -21,6 +21,6 @@ def choose(name: str | None) -> torch.device:
 
 
 def require_cpu(name: str | None, weights: str) -> None:
-    """Raise ValueError if another device than the CPU is named: packed weights are for the CPU only."""
+    """Raise ValueError if a device other than the CPU is named: packed weights run on the CPU only."""
     if name is not None and choose(name).type != "cpu":
         raise ValueError(f"--device is {name}, but {weights} weights run on the CPU")

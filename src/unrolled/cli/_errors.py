@@ -12,14 +12,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ErrorRate:
-    """How many of the words, or phones, that were said are wrong in the transcriptions.
+    """The error rate of transcriptions, in words or phones.
 
     Attributes:
         unit: "word" or "phone".
-        rate: words substituted, left out or put in, for each word said; more than 1 is possible.
-        standard_error: of `rate`, over the utterances; None for a single one.
-        errors, units, utterances: how many there were.
-        beam_size: of the search.
+        rate: number of units substituted, deleted or inserted, divided by the number of units that were said;
+            it can exceed 1.
+        standard_error: standard error of `rate` over the utterances; None for a single utterance.
+        errors: number of errors.
+        units: number of words or phones that were said.
+        utterances: number of utterances.
+        beam_size: beam size of the search.
     """
 
     unit: str
@@ -32,10 +35,14 @@ class ErrorRate:
 
 
 def error_rate(model: Any, dataset: "BaseDataset", batch_size: int, beam_size: int) -> ErrorRate:
-    """Transcribe the validation split and count the errors, by jiwer.
+    """Transcribe the validation split and count the errors with jiwer.
 
-    The standard error is that of a ratio of two means: with e_i errors in the n_i words of utterance i, of N,
-    and the rate r, sqrt(N / (N - 1) sum_i (e_i - r n_i)^2) / sum_i n_i.
+    The standard error is that of a ratio of two means,
+
+        sqrt(N / (N - 1) sum_i (e_i - r n_i)^2) / sum_i n_i
+
+    where r is the error rate, N the number of utterances, and e_i the number of errors in the n_i words of
+    utterance i.
 
     Raises:
         ImportError: jiwer is not installed.

@@ -43,7 +43,7 @@ def write(results: Results, scale: str, folder: Path) -> None:
 
 
 def more_tables(results: Results) -> list[tuple[str, Table]]:
-    """List the tables besides the first, with what they are."""
+    """Return the tables after the first, each with its title."""
     experiment, found = results.experiment, []
     if experiment.evaluate:
         found.append((EVALUATED, results.evaluated()))
@@ -53,12 +53,12 @@ def more_tables(results: Results) -> list[tuple[str, Table]]:
 
 
 def machine() -> dict[str, str | int]:
-    """Name what the figures depend on."""
+    """Return the processor and the versions that the figures depend on."""
     return {"processor": processor(), "torch": torch.__version__, "python": platform.python_version()}
 
 
 def plot(results: Results) -> bytes:
-    """Draw what has ended: losses during training, or the further evaluations."""
+    """Draw the runs that have ended: their losses during training, or their further evaluations."""
     from unrolled.bench import plots
 
     of = evaluations if results.experiment.horizontal == "evaluate" else losses
@@ -66,7 +66,7 @@ def plot(results: Results) -> bytes:
 
 
 def evaluations(results: Results) -> "Figure":
-    """Draw the means over the seeds, of the first measure that the table has of further evaluations."""
+    """Draw the means over the seeds of the first measure in `BESIDE` that the further evaluations have."""
     from unrolled.bench import plots
 
     places, contenders = (None, *results.experiment.evaluate), results.experiment.contenders
@@ -131,7 +131,7 @@ def _html(header: list[str], lines: list[list[str]]) -> str:
 
 
 def told(verdict: Verdict) -> str:
-    """Say in a line whether an expectation holds, with both sides."""
+    """Return a line that says whether an expectation holds, with the values of both sides."""
     text, held, sides = verdict
     said = {True: "held", False: "NOT HELD", None: "not known yet"}[held]
     return f"{said}: {text}{in_figures(sides)}"

@@ -24,14 +24,14 @@ from unrolled.ops.random_features import Projection
 from unrolled.training.checkpoint import fingerprint
 
 FIGURES = "figures.json"
-"""In the folder of a run: what was measured when it had ended."""
+"""The file in a run folder that holds the figures measured at the end of the run."""
 
 
 def load(name: str) -> Experiment:
     """Read an experiment, by its name or from a file.
 
     Raises:
-        ValueError: there is none, or the file is wrong.
+        ValueError: there is no such experiment, or its file is invalid.
     """
     path = experiments.path(name)
     if not path.is_file():
@@ -44,7 +44,8 @@ def load(name: str) -> Experiment:
 def ended(experiment: Experiment, folder: Path, *, shipped: bool = False) -> Results:
     """Collect the runs that have ended in a folder; if `shipped`, also those that come with the library.
 
-    Of the latter only those count that have the settings and evaluations which the experiment has now.
+    A run that comes with the library counts only if its settings and evaluations are still those of the
+    experiment.
     """
     found: dict[Path, Figures] = {}
     results = Results(experiment, found)
@@ -61,9 +62,9 @@ def ended(experiment: Experiment, folder: Path, *, shipped: bool = False) -> Res
 
 
 def _fits(experiment: Experiment, trial: Trial, figures: Figures) -> bool:
-    """Whether a run whose results come with the library is one of an experiment.
+    """Whether results that come with the library have the settings and evaluations of a trial.
 
-    Older results have only the names of their further evaluations.
+    Older results store only the names of their further evaluations, not the settings of these.
     """
     evaluate = run_config.plain(dict(experiment.evaluate))
     evaluated = (
@@ -86,13 +87,13 @@ def run(
     *,
     shipped: bool = False,
 ) -> Results:
-    """Train what is missing, contender by contender, and call `on_end` after each run.
+    """Train the missing runs, contender by contender, and call `on_end` after each.
 
     `shipped` is as in `ended`.
 
     Raises:
         ValueError: a run in the folder has other settings or other data, or as `unrolled.training.train`.
-        KeyboardInterrupt: on Ctrl-C; the same call goes on.
+        KeyboardInterrupt: on Ctrl-C; the same call continues from there.
     """
     runs = dict(ended(experiment, folder, shipped=shipped).runs)
     results = Results(experiment, runs)
@@ -158,9 +159,9 @@ def _measured(
 
 
 def _difference(run: run_config.Run, before: Figures, known_by: Mapping[str, Any]) -> str | None:
-    """Name the first thing in which the run that has ended in a folder differs from the one it is to hold.
+    """Name the first difference between the run that ended in a folder and the run to be measured there.
 
-    A setting that the library did not have at that time counts with its default.
+    A setting that did not exist yet when the run was saved counts as its default.
     """
     saved = run_config.read_saved(run.run_dir)
     if "data_dir" in run.data:  # the same files may lie elsewhere
@@ -176,7 +177,7 @@ def _difference(run: run_config.Run, before: Figures, known_by: Mapping[str, Any
 def _evaluated(
     model: Any, values: Mapping[str, Any], name: str, changes: Mapping[str, Any]
 ) -> dict[str, float | None]:
-    """Evaluate a trained model with other settings of the data or the model, or measure a layer of it."""
+    """Evaluate a trained model with other settings of the data or the model, or measure one of its layers."""
     settings = dict(changes)
     layer = settings.pop(SPECTRUM, None)
     run = run_config.resolve(experiments.merged(values, settings))
@@ -188,10 +189,10 @@ def _evaluated(
 
 
 def _refilled(run: run_config.Run, trained: Any, name: str) -> Any:
-    """Make the model of a run with the weights of a trained one.
+    """Make the model of a run with the weights of a trained model.
 
-    Random rows that nobody trains, such as the rotations of Reformer, are the run's own where the trained
-    model has none, or another number of them.
+    Random matrices that are never trained, such as the rotations of Reformer, are the run's own where the
+    trained model has none, or has them in another shape.
 
     Raises:
         ValueError: the weights do not fit.
@@ -211,9 +212,11 @@ def _refilled(run: run_config.Run, trained: Any, name: str) -> Any:
 
 
 def _scores(model: Any, run: run_config.Run) -> dict[str, float | None]:
-    """Evaluate on the validation split: loss, and what else a task has of `MEASURES`; BLEU on a test split.
+    """Measure the loss of a model, and the other `MEASURES` that its task has.
 
-    Where `train.eval_batches` limits the evaluation, there are only losses.
+    All are measured on the validation split, except BLEU, which is measured on a test split, and the
+    accuracy of answers, labels and bits, which is that of the test split if there is one. If
+    `train.eval_batches` limits the evaluation, only the loss and what follows from it are measured.
     """
     config, task = run.train, run.dataset.task
     accuracy = errors = overlap = translated = None

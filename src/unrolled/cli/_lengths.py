@@ -2,10 +2,10 @@
 
 
 def parse_lengths(text: str, least: int = 1) -> tuple[int, ...]:
-    """Return the distinct lengths in a text such as "256,1024", ascending; at least `least` of them.
+    """Parse a text such as "256,1024" into its distinct lengths, in ascending order.
 
     Raises:
-        ValueError: the text has another format, or fewer lengths.
+        ValueError: the text has another format, fewer than `least` distinct lengths, or a length below 1.
     """
     try:
         found = tuple(sorted({int(word) for word in text.split(",")}))

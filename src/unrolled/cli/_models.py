@@ -36,10 +36,10 @@ def is_exported(folder: Path) -> bool:
 
 
 def packed_as(folder: Path, weights: Weights | None) -> Weights | None:
-    """Return the form of the packed weights in a folder, None if they are not packed.
+    """Return the form of the packed weights in a folder, or None if its weights are not packed.
 
     Raises:
-        ValueError: they are packed, but the form asked for is another.
+        ValueError: the weights are packed in a form other than `weights`.
     """
     found = packed_form(folder)
     if found is not None and weights not in (None, found):

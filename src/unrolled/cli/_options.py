@@ -13,12 +13,13 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by def
 Weights = Literal["fp32", "bf16", "int8", "int4"]  # of `unrolled.decode`, whose import takes torch
 DataDir = Annotated[Path | None, typer.Option(help="Folder of the data files; the same as data.data_dir=...")]
 Runtime = Annotated[
-    Path | None, typer.Option(help="With --web: folder of onnxruntime-web's files, instead of npm.")
+    Path | None, typer.Option(help="With --web: folder of onnxruntime-web's files; by default from npm.")
 ]
 
 SAMPLING: dict[str, Any] = {
     "temperature": Annotated[
-        float | None, typer.Option(help="Below 1 is safer, above 1 wilder, 0 is greedy; by default 1.")
+        float | None,
+        typer.Option(help="Below 1 favours likely tokens; 0 takes the most likely one; by default 1."),
     ],
     "top_k": Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")],
     "top_p": Annotated[
@@ -27,17 +28,20 @@ SAMPLING: dict[str, Any] = {
     ],
     "min_p": Annotated[
         float | None,
-        typer.Option(help="Sample from the tokens at least this fraction as likely as the most likely one."),
+        typer.Option(help="Sample from tokens with at least this fraction of the highest probability."),
     ],
     "repetition_penalty": Annotated[
-        float | None, typer.Option(help="Above 1 makes tokens that have occurred less likely; by default 1.")
+        float | None, typer.Option(help="Values above 1 make repeated tokens less likely; by default 1.")
     ],
 }
-"""The sampling arguments of `unrolled.generation.generate`; None for its default."""
+"""The options for the sampling arguments of `unrolled.generation.generate`; None stands for its default."""
 
 
 def takes_sampling(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `sampling` of a command by the options of `SAMPLING`; it gets those given."""
+    """Replace the parameter `sampling` of a command by the options in `SAMPLING`.
+
+    The command receives the options that the user has set, as the dict `sampling`.
+    """
 
     @wraps(command)
     def run(**arguments: Any) -> None:
@@ -57,7 +61,7 @@ def takes_sampling(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def refuse(options: Mapping[str, object], purpose: str) -> None:
-    """Raise ValueError if an option was given a value, though it is for another purpose."""
+    """Raise ValueError if one of these options, which are for `purpose` only, has a value."""
     for name, value in options.items():
         if value is not None:
             raise ValueError(f"{name} is for {purpose}")

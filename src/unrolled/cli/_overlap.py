@@ -1,4 +1,4 @@
-"""How well predicted bits overlap with those to be predicted, as masks of objects are judged."""
+"""The intersection over union of predicted and true bits, the usual measure for masks of objects."""
 
 from typing import TYPE_CHECKING
 
@@ -9,9 +9,10 @@ if TYPE_CHECKING:
 
 
 def intersection_over_union(model: "nn.Module", dataset: "BaseDataset", batch_size: int) -> float | None:
-    """Return the bits that are 1 and predicted so, over those that are 1 or predicted so.
+    """Return the intersection over union of predicted and true bits.
 
-    Over all targets of the validation split; None if there are no such bits.
+    This is the number of bits that are 1 and predicted as 1, divided by the number of bits that are 1 or
+    predicted as 1, over all targets of the validation split; None if no bit is 1 or predicted as 1.
     """
     import torch
 

@@ -22,9 +22,9 @@ def write_page(runs: Sequence[Path], out: Path, *, force: bool, **options: Any) 
     """Write a page of runs, each named after its folder; the options are those of `interop.web.write_site`.
 
     Raises:
-        ValueError: `out` holds anything but a page of these runs and `force` is False, two folders have the
-            same name, a model neither predicts tokens nor transcribes, or has another model's vocabulary,
-            models of speech alone were given a sampling option, or as `write_site`.
+        ValueError: `out` holds anything but a page of these runs and `force` is False; two folders have the
+            same name; a model neither predicts tokens nor transcribes, or does not match its vocabulary; a
+            sampling option is given although all models are models of speech; or as `write_site`.
     """
     from unrolled.cli._models import load_for
     from unrolled.data import Task, Vocabulary
@@ -51,7 +51,7 @@ def write_page(runs: Sequence[Path], out: Path, *, force: bool, **options: Any) 
 
 
 def shipped_page(out: Path, *, runtime: Path | None, force: bool) -> Path:
-    """Write the page of the models that come with the library into `out`, unless it is there.
+    """Write the page of the models that come with the library into `out`, unless `out` already holds it.
 
     Raises:
         ValueError: `out` holds anything else and `force` is False, or as `write_site`.
@@ -74,10 +74,11 @@ def demo_page(
     """Train small models of digits and text, recurrent and softmax, and write the page that runs them.
 
     Args:
-        out: the folder of the recurrent model of digits, as in the demo without a page; the rest goes below.
+        out: the folder of the recurrent model of digits, as in the demo without a page; the other models and
+            the page are written to subfolders.
         digits: settings of that model; see `train_demo`.
-        budget: settings of the training of all models.
-        resume: as for the demo.
+        budget: training settings of all models.
+        resume: whether to resume the training from the last checkpoints.
         runtime: as for `write_site`.
 
     Returns:
@@ -154,7 +155,7 @@ def serve(folder: Path, port: int) -> None:
 
 
 class _Quiet(SimpleHTTPRequestHandler):
-    """Does not log requests, and does not use the system's MIME types, which may be wrong for modules."""
+    """Serves files without a log, and with MIME types of its own: the system's may be wrong for modules."""
 
     extensions_map = {  # noqa: RUF012
         **SimpleHTTPRequestHandler.extensions_map,

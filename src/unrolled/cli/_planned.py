@@ -1,4 +1,4 @@
-"""A model read by a plan, to be evaluated like any other."""
+"""A decoder whose logits a plan computes, so that it is evaluated like any other model."""
 
 from itertools import pairwise
 
@@ -22,7 +22,7 @@ class Planned(nn.Module):
         self.model, self.config, self.plan = model, model.config, plan
 
     def forward(self, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """`[B,T]` -> `[B,T,vocab_size]`; the sequences of a pack, where B is 1, are read one by one."""
+        """`[B,T]` -> `[B,T,vocab_size]`; packed sequences, for which B is 1, are read one by one."""
         if cu_seqlens is not None:
             bounds = pairwise(cu_seqlens.tolist())
             return torch.cat([self(tokens[:, start:stop]) for start, stop in bounds], dim=1)

@@ -1,7 +1,7 @@
 """The JSON Schema of a run's YAML file, from the declarations that `unrolled train` checks it against.
 
-`data.name` selects the options of the data set, and its task the models; `model.name` selects the fields of
-the model. Constraints between fields are not included.
+`data.name` selects the options of the data set. The task of the data set selects the models, and `model.name`
+selects the fields of the model. Constraints between fields are not included.
 """
 
 import inspect
@@ -41,7 +41,7 @@ def run_schema() -> Schema:
                     **_chosen("data", sets),
                     "required": ["name"],
                 },
-                "model": {"type": ["object", "null"], "description": "The model, which the data set bounds."},
+                "model": {"type": ["object", "null"], "description": "The model; it must suit the data set."},
                 "train": {"$ref": "#/$defs/train"},
                 "run_dir": {
                     "type": ["string", "null"],
@@ -96,7 +96,7 @@ def _chosen(section: str, names: Iterable[str], default: str | None = None) -> S
 
 def _model(name: str) -> Schema:
     section = _section(KINDS[name].config_type)
-    text = "Settings that train well together, of the training too; by default the recipe of the data set."
+    text = "Settings of model and training that train well together; by default those of the data set."
     section["properties"]["recipe"] = {"description": text, "enum": names_for(name)}
     return section
 
@@ -120,7 +120,7 @@ def _section(kind: Any, *, named: bool = True) -> Schema:
 
 
 def _default(field: Field[Any]) -> Schema:
-    """Return the default of a field in JSON; nothing if it has none."""
+    """Return the default of a field in JSON; an empty dict if it has none."""
     if field.default_factory is not MISSING:
         return {"default": field.default_factory()}
     if field.default is MISSING:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from unrolled.training import Score
 
 KEYS = {"data", "unit", "loss", "splits"}
-"""The keys of `measure` for every task."""
+"""The keys that `measure` returns for every task."""
 
 
 def in_windows(dataset: "BaseDataset", config: "ModelConfig", length: int) -> "BaseDataset":
@@ -45,13 +45,13 @@ def measure(model: Any, run: "Run", positions: bool = False, beam_size: int = 1)
 
     Returns:
         data: the options of the data set.
-        unit, loss: of the validation split.
-        splits: for each split with an accuracy, the number of answers that are correct, and of all.
+        unit, loss: the loss of the validation split, and its unit.
+        splits: for each split with an accuracy, the number of correct answers and the number of all answers.
         positions: for tokens, the score of all positions, then those of ranges if `positions` is True.
-        iou: for bits, the intersection over union of predicted and true ones.
+        iou: for bits, the intersection over union of predicted and true bits.
         errors: for speech, the error rate of the validation split; see `_errors.error_rate`.
         perplexity: for byte pairs and words, e to the loss.
-        bits_per_byte: for text, the loss in bits for each byte of UTF-8, by the mean bytes of a target.
+        bits_per_byte: for text, the loss in bits per byte of UTF-8, from the mean number of bytes per target.
     """
     from unrolled import training
     from unrolled.cli import run_config
@@ -116,7 +116,8 @@ def bytes_per_target(dataset: "BaseDataset") -> float | None:
 def doubling(length: int) -> list[tuple[int, int]]:
     """Return ranges that cover the positions below `length`: 0 to 64, 64 to 128, 128 to 256, and so on.
 
-    Below 512 positions the first has fewer: an eighth of the greatest power of two that is at most `length`.
+    If `length` is below 512, the first range is shorter: an eighth of the greatest power of two that is at
+    most `length`, but at least 1.
     """
     stop = min(64, max(1, (1 << length.bit_length() - 1) // 8))
     stops = [0]
@@ -149,7 +150,7 @@ def _table(scores: "Sequence[Score]") -> str:
 
 
 def count_splits(model: "nn.Module", dataset: "BaseDataset", batch_size: int) -> dict[str, tuple[int, int]]:
-    """Count the correct answers, and all, on each split that the data set has."""
+    """Return the numbers of correct answers and of all answers on each split that the data set has."""
     judges = {"labels": right_labels, "answers": right_labels, "bits": right_bits}
     if dataset.task not in judges:
         return {}
@@ -167,7 +168,10 @@ def count_right(
     device: "torch.device",
     judge: "Callable[[Tensor, Tensor], Tensor]",
 ) -> tuple[int, int]:
-    """Return the number of correct answers and of all; `judge` is `right_labels` or `right_bits`."""
+    """Return the numbers of correct answers and of all answers.
+
+    `judge` is `right_labels` or `right_bits`.
+    """
     import torch
 
     right = count = 0

@@ -18,11 +18,11 @@ COMPLETED = 8  # images of the validation split
 
 Levels = npt.NDArray[np.int64]
 Draw = Callable[..., list[Tensor]]
-"""`unrolled.generation.generate` with a model and the options of sampling."""
+"""`unrolled.generation.generate`, with the model and the sampling options already set."""
 
 
 def drawn(draw: Draw, shape: Sequence[int], count: int) -> Levels:
-    """Draw images [rows, columns, *shape], as square as it gets; -1 where the last row is not full."""
+    """Draw a nearly square sheet of images, [rows, columns, *shape]; -1 where the last row is not full."""
     size, columns = math.prod(shape), math.ceil(math.sqrt(count))
     with progress_bar("generating pixels", count * size) as advance:
         images = draw([[]], size, num_samples=count, on_token=lambda *_: advance())
@@ -34,10 +34,10 @@ def drawn(draw: Draw, shape: Sequence[int], count: int) -> Levels:
 def completed(draw: Draw, originals: Tensor, rows: int, count: int) -> Levels:
     """Complete images [N, *shape] from their first rows: [N, 2 + count, *shape].
 
-    A row of the sheet holds what is given, with -1 below it, the completions, and the original.
+    A row of the sheet holds the given part with -1 below it, then the completions, then the original.
 
     Raises:
-        ValueError: there is no row to draw.
+        ValueError: `rows` gives no row of the images, or leaves no row to draw.
     """
     shape = originals.shape[1:]
     if not 1 <= rows < shape[0]:
@@ -59,10 +59,10 @@ def write(images: Levels, levels: int, path: Path) -> None:
     """Write images [rows, columns, H, W] or [rows, columns, H, W, 3] as a PNG file.
 
     Args:
-        images: levels from 0, black, to `levels` - 1; -1 where there is none, which is shown in grey, as are
-            the lines between the images.
-        levels: how many there are.
-        path: of the file.
+        images: levels from 0, which is black, to `levels` - 1. -1 stands for a missing level and is shown in
+            grey, like the lines between the images.
+        levels: number of levels.
+        path: the file to write.
 
     Raises:
         ImportError: matplotlib is not installed.

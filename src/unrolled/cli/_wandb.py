@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from unrolled.cli.run_config import Run
 
 ID_FILE = "wandb-id.txt"
-"""In the run folder: which run of the project goes on when this one is resumed."""
+"""The file in a run folder with the id of its run at Weights & Biases, which a resumed run continues."""
 
 
 class Tracker:
-    """A run of a project, which gets the settings and the lines of the log of one of ours.
+    """Sends the settings and the log of a run to a project of Weights & Biases.
 
     Args:
-        project: its name.
-        run: ours.
+        project: name of the project.
+        run: the run of `unrolled train`.
 
     Raises:
         ImportError: the library wandb is not installed.
@@ -36,7 +36,7 @@ class Tracker:
         self._sent: Any = None
 
     def start(self, resumed: bool) -> None:
-        """Begin a run of the project, or go on with that of an earlier call on the same folder."""
+        """Begin a run of the project; if `resumed`, continue that of an earlier call on the same folder."""
         file = self._run.run_dir / ID_FILE
         if not (resumed and file.exists()):
             file.write_text(uuid.uuid4().hex)
@@ -50,7 +50,7 @@ class Tracker:
         )
 
     def send(self, line: Mapping[str, Any]) -> None:
-        """Send the numbers of a line, as `event/name`."""
+        """Send the numbers of a line of the log, each under the name `event/name`."""
         numbers = {
             f"{line['event']}/{name}": x
             for name, x in line.items()
@@ -60,6 +60,6 @@ class Tracker:
             self._sent.log(numbers, step=line["step"])
 
     def finish(self) -> None:
-        """End it, once everything has been sent."""
+        """End the run of the project once everything has been sent."""
         if self._sent is not None:
             self._sent.finish()

@@ -159,7 +159,8 @@ def _story(model: Any, run_dir: Path, lines: list[str], example: int, data_dir: 
         logits = model(batch.inputs, key_padding_mask=padding)
         weights = model.attend(batch.inputs, key_padding_mask=padding)
     *story, question = [dataset.decode(*row) for row in zip(batch.inputs[0], padding[0], strict=True)]
-    answer, right = int(logits.argmax()), int(batch.targets.flatten()[0])  # sentences may follow the answer
+    # The numbers of the supporting sentences may follow the answer in the targets.
+    answer, right = int(logits.argmax()), int(batch.targets.flatten()[0])
     title = f"{question}?  {dataset.words[answer]}"
     if not lines and answer != right:
         title += f"  (right: {dataset.words[right]})"

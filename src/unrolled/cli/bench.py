@@ -22,11 +22,12 @@ def bench(
         str | None, typer.Option(help="Sequence lengths, as in 256,1024; by default those of each case.")
     ] = None,
     only: Annotated[
-        str | None, typer.Option(help="Words in the names of the contenders to measure, as in performer,aft.")
+        str | None,
+        typer.Option(help="Only contenders with one of these words in the name, as in performer,aft."),
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of every contender.")] = 1,
     seconds: Annotated[
-        float, typer.Option(min=0.0, help="Time per case and size, shared by its contenders.")
+        float, typer.Option(min=0.0, help="Seconds per case and size, shared by its contenders.")
     ] = 3.0,
     out: Annotated[Path, typer.Option(help="The folder of the report.")] = Path("runs/bench"),
     device: Annotated[str, typer.Option(help="A torch device, such as cuda.")] = "cpu",
@@ -37,7 +38,8 @@ def bench(
 ) -> None:
     """Measure the speed of this library, compared with others and with the limits of the machine.
 
-    Outputs and gradients are first checked against their definition in fp64. Only correct ones are timed.
+    The outputs and gradients of each contender are first checked against their definition in fp64. Only
+    correct contenders are timed.
 
     Contenders run interleaved in one process. The exit code is 1 if any of them was incorrect.
 

@@ -16,7 +16,7 @@ SEARCH: dict[str, Any] = {"beam_size": 4, "length_penalty": 0.6}
 def bleu_reporter(
     model: Any, dataset: Any, part: str, search: Mapping[str, Any], out: Path | None, force: bool
 ) -> Callable[[], None]:
-    """Check all that could fail, and return a function that translates a split and prints its BLEU.
+    """Check everything that could fail, and return a function that translates a split and prints its BLEU.
 
     Settings of `search` that are None are those of `SEARCH`.
     """

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 def compare(
     mechanisms: Annotated[
-        list[str] | None, typer.Argument(help="Mechanisms to compare; by default all that can be.")
+        list[str] | None, typer.Argument(help="Mechanisms to compare; by default all of them.")
     ] = None,
     against: Annotated[str, typer.Option(help="The mechanism to compare with.")] = "softmax",
-    lengths: Annotated[str, typer.Option(help="Sequence lengths.")] = "256,1024,4096",
+    lengths: Annotated[str, typer.Option(help="Sequence lengths, as in 256,1024.")] = "256,1024,4096",
     options: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME.KEY=VALUE", help="An option of a mechanism; the value is YAML."),
@@ -32,7 +32,7 @@ def compare(
     ] = 1.0,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     seconds: Annotated[
-        float, typer.Option(min=0.0, help="Time for all timings of one kind at one length.")
+        float, typer.Option(min=0.0, help="Seconds for all timings of one kind at one length.")
     ] = 2.0,
     out: Annotated[Path, typer.Option(help="The folder of the report.")] = Path("runs/compare"),
     force: Force = False,

@@ -57,7 +57,7 @@ def convert(
 
 
 def _read(folder: Path) -> Any:
-    """Load a model saved by either library, as one of ours."""
+    """Load a model saved by either library, as a model of this library."""
     from unrolled.decode import load_model
     from unrolled.interop import hf
 

@@ -45,7 +45,7 @@ REPEATS = 7
 def demo(
     out: Annotated[
         Path | None,
-        typer.Option(help=f"Folder of the report and the run, by default {OUT}; of a page alone, {PAGE}."),
+        typer.Option(help=f"Folder to write; by default {OUT}, or {PAGE} for --web without --train."),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=10, help=f"Training steps; by default {STEPS}.")] = None,
     seed: Annotated[
@@ -74,12 +74,13 @@ def demo(
     runtime: Runtime = None,
     force: Force = False,
 ) -> None:
-    """Train on handwritten digits, generate new ones as an RNN, and measure the cost per token, in minutes.
+    """Train on handwritten digits, generate new ones as an RNN, and measure the cost per token.
 
-    With --web, run the models that come with the library in a browser, of digits and of Shakespeare; this
-    trains nothing. --web --train trains linear and softmax models of both, and compares them there.
+    This takes a few minutes. With --web, a web page runs the two models that come with the library, one of
+    digits and one of Shakespeare; nothing is trained. With --web --train, linear and softmax models of both
+    are trained first, and the page compares them.
 
-    Ctrl-C stops it at any time; to resume the training, repeat the command.
+    Ctrl-C stops the command at any time; to resume the training, repeat the command.
 
     \b
     Files in the folder:
@@ -96,7 +97,7 @@ def demo(
         _show(shipped_page(PAGE if out is None else out, runtime=runtime, force=force), port, no_serve)
         return
     _require("sklearn", *([] if web else ["matplotlib"]))
-    # Read when torch loads OpenMP: spinning threads slow each other down on a busy machine.
+    # OpenMP reads this when torch loads it: spinning threads slow each other down on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     out = OUT if out is None else out
     check_demo(out, force)
@@ -121,7 +122,7 @@ def _show(page: Path, port: int | None, no_serve: bool) -> None:
 
 
 def _require(*packages: str) -> None:
-    """Refuse before the work rather than after it."""
+    """Raise ImportError for a missing package before the work rather than after it."""
     for package in packages:
         if find_spec(package) is None:
             raise ImportError(f"the demo needs {package}, which is missing: {how_to_install('demo')}")

@@ -22,7 +22,7 @@ def evaluate(
         typer.Option(help=f"Beam size; 1 is greedy; by default {SEARCH['beam_size']}, for speech 1."),
     ] = None,
     length_penalty: Annotated[
-        float | None, typer.Option(help=f"Higher favours long output; default {SEARCH['length_penalty']}.")
+        float | None, typer.Option(help=f"Higher favours longer output; default {SEARCH['length_penalty']}.")
     ] = None,
     length: Annotated[
         int | None,
@@ -30,13 +30,13 @@ def evaluate(
     ] = None,
     positions: Annotated[
         bool,
-        typer.Option("--positions", help="For tokens: also in ranges of positions, with standard errors."),
+        typer.Option("--positions", help="For tokens: also for ranges of positions, with standard errors."),
     ] = False,
     weights: Annotated[
         Weights | None, typer.Option(help="For decoders of tokens: round the weights to this form first.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="File for the translations; for other tasks, for the figures as JSON.")
+        Path | None, typer.Option(help="File for the translations, or for other tasks the figures as JSON.")
     ] = None,
     data_dir: DataDir = None,
     device: Device = None,
@@ -45,12 +45,13 @@ def evaluate(
     """Evaluate the best weights of a run on the whole validation split: loss, and accuracy, BLEU or errors.
 
     The loss is that of training: nats per token, label, answer or bit, the mean squared error, or the ranking
-    loss per target. Tokens, labels, answers and bits also get an accuracy, translations the BLEU of sacrebleu
-    with its signature, speech the error rate of its phones or words. The whole split is evaluated, whatever
-    train.eval_batches is.
+    loss per target. For tokens, labels, answers and bits, the accuracy is reported too; for translations, the
+    BLEU of sacrebleu with its signature; for speech, the error rate of phones or words. The whole split is
+    evaluated, whatever train.eval_batches is.
 
     --positions shows how a model uses its context, and with a larger --length, whether it works beyond the
-    length that it was trained on. Standard errors count windows, whose tokens depend on each other.
+    length that it was trained on. Standard errors are those of windows, because the tokens of a window depend
+    on each other.
 
     --weights shows what rounding the weights costs: the loss is that of the rounded weights.
 

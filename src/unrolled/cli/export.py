@@ -23,7 +23,7 @@ def export(
         typer.Option("--fused", help="Also write a graph with ONNX Runtime's linear attention operator."),
     ] = False,
     aot: Annotated[
-        bool, typer.Option("--aot", help="Also compile a step for this machine with AOTInductor.")
+        bool, typer.Option("--aot", help="Also compile a generation step for this machine, with AOTInductor.")
     ] = False,
     web: Annotated[bool, typer.Option("--web", help="Write a web page that runs the models.")] = False,
     webgpu: Annotated[bool, typer.Option("--webgpu", help="With --web: use WebGPU if available.")] = False,
@@ -39,8 +39,9 @@ def export(
       unrolled export runs/digits runs/digits-softmax page --web
 
     A graph maps tokens and a state to logits and the next state, for any batch size and length. The
-    sampling options, from --temperature on, become its defaults. The graph of a model of speech maps samples
-    to log-probabilities of symbols, and takes no option but --opset and --force.
+    sampling options, from --temperature on, become the defaults of the exported model. The graph of a model
+    of speech maps samples of sound to log-probabilities of symbols. Without --web, models of speech take only
+    the options --opset and --force.
     """
     from unrolled.cli._page import write_page
 

@@ -31,7 +31,7 @@ def generate(
     demo: Annotated[
         bool,
         typer.Option(
-            "--demo", help="Use a model that comes with the library: of text; with --out, of digits."
+            "--demo", help="Use a model that comes with the library: of digits with --out, else of text."
         ),
     ] = False,
     prompt: Annotated[str | None, typer.Option(help="Text to continue; by default a line break.")] = None,
@@ -47,8 +47,8 @@ def generate(
         int | None,
         typer.Option(
             metavar="ROWS",
-            help="Complete images of the validation split, of which so many rows are given, each "
-            f"{DEFAULT_COMPLETIONS} times or as --num-samples says.",
+            help="Complete images of the validation split from their first ROWS rows, each "
+            f"{DEFAULT_COMPLETIONS} times, or --num-samples times.",
         ),
     ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop after this text; repeatable.")] = None,
@@ -61,7 +61,7 @@ def generate(
         str | None, typer.Option(help="With --engine onnx: plain (default), fused or int8.")
     ] = None,
     weights: Annotated[
-        Weights | None, typer.Option(help="Round the weights of a decoder to this form; on the CPU.")
+        Weights | None, typer.Option(help="Round the weights of a decoder to this form; CPU only.")
     ] = None,
     data_dir: DataDir = None,
     force: Force = False,
@@ -69,7 +69,7 @@ def generate(
     """Generate from the best weights of a run: text streamed to stdout, or a PNG sheet of images.
 
     \b
-    A model that is there after the installation:
+    With a model that comes with the library:
       unrolled generate --demo --prompt "ROMEO:"
       unrolled generate --demo --out digits.png
 
@@ -157,9 +157,9 @@ def _load_graph(folder: Path, graph: str | None, device: str | None) -> Any:
 
 
 def _load_run(folder: Path, device: str | None, weights: Weights | None) -> Any:
-    """Load a plan, or the model of a run to a device, or make a plan of it.
+    """Load the model of a folder: as a plan for packed weights or `weights`, else as a module on a device.
 
-    Without the kernels that a plan needs, packed weights are unpacked.
+    If the kernels that a plan needs are missing, packed weights are unpacked into a module.
     """
     from unrolled.cli._device import choose, require_cpu
     from unrolled.cli._models import is_exported, load_for, packed_as
@@ -242,7 +242,7 @@ class _Sample:
         self._read, self._stops, self.text = vocabulary.reader(), stops, ""
 
     def add(self, token: int, *, echo: bool = False) -> bool:
-        """Add a token; return whether no stop text has ended."""
+        """Add a token; return False once the text contains a stop text."""
         known, self.text = len(self.text), self.text + self._read(token)
         ends = [self.text.find(stop) + len(stop) for stop in self._stops if stop in self.text]
         self.text = self.text[: min(ends, default=None)]

@@ -98,7 +98,7 @@ def abilities(names: Sequence[str] | None = None) -> list[list[str]]:
 
 
 def markdown_table(names: Sequence[str] | None = None, *, link: str | None = None) -> str:
-    """Return `abilities` in Markdown; each name links to its file, or to `link`, a format of the name."""
+    """Return `abilities` in Markdown; each name links to its file, or to `link.format(name)`."""
     header, *rows = abilities(names)
     rows = [[f"[{name}]({link.format(name) if link else source_of(name)})", *words] for name, *words in rows]
     lines = [header, ["---", *[":---:"] * (len(header) - 1)], *rows]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from unrolled.decode import Plan
     from unrolled.models import Decoder
 
-SAMPLE = 16_384  # tokens by which int4 rounds
+SAMPLE = 16_384  # tokens that int4 rounding is fitted to
 
 
 def quantize(
@@ -27,9 +27,10 @@ def quantize(
 ) -> None:
     """Round the best weights of a run, and write them to a folder, packed for generation on a CPU.
 
-    A weight of a matrix takes 32, 16, 8 or 4.5 bits, one of an embedding 16 unless the matrices take 32, all
-    others 32. If the data of the run can be opened, the loss of quality is measured on the whole validation
-    split, and int4 rounds such that the model changes least on a sample of the training split.
+    A weight of a matrix takes 32 bits (fp32), 16 (bf16), 8 (int8) or 4.5 (int4), a weight of an embedding 16,
+    or 32 with fp32, and any other weight 32. If the data of the run can be opened, the loss before and after
+    rounding is measured on the whole validation split, and int4 rounds such that the model changes least on a
+    sample of the training split.
 
     \b
     Examples:
@@ -84,7 +85,7 @@ def _same(folder: Path, planned: "Plan") -> bool:
 
 
 def _opened(source: Path, data_dir: Path | None) -> "Run | None":
-    """Open the data of a run, or say why that cannot be."""
+    """Open the data of a run, or print why they cannot be opened."""
     from unrolled.cli import run_config
 
     try:

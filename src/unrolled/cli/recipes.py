@@ -1,8 +1,8 @@
 """Recipes: settings that were found to train well together, under one name.
 
-`model.recipe=small-lm` stands for the settings below, in all sections; those that a run sets itself win.
-A data set has a recipe by default. All but `classic` train in bf16 where the machine multiplies such numbers
-faster.
+`model.recipe=small-lm` stands for the settings below, in all sections. Settings of the run override those of
+the recipe. Each data set has a default recipe. All recipes but `classic` train in bf16 where the machine
+multiplies bf16 matrices faster than fp32 ones.
 """
 
 from collections.abc import Collection, Mapping
@@ -82,7 +82,7 @@ def names_for(kind: str) -> list[str]:
 
 
 def apply(name: str, sections: Sections, data_options: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Complete the sections of a run by a recipe; of the `data`, by the options that the data set has."""
+    """Complete the sections of a run by a recipe; it only sets `data` options that the data set has."""
     own = {key: value for key, value in sections["model"].items() if key != "recipe"}
     recipe = RECIPES[name]
     if "train" in recipe:
@@ -97,7 +97,7 @@ def apply(name: str, sections: Sections, data_options: Collection[str]) -> dict[
         pattern, n = model["attention"], model["n_layers"]
         model["attention"] = [pattern[i % len(pattern)] for i in range(n if isinstance(n, int) else 1)]
     if isinstance(options := model.get("attention_options"), dict):
-        # without those of mechanisms that the run has replaced, or has too few layers for
+        # leave out the options of mechanisms that the run replaces, or has too few layers for
         attention = model.get("attention")
         kept = [
             *own.get("attention_options", {}),
@@ -108,7 +108,7 @@ def apply(name: str, sections: Sections, data_options: Collection[str]) -> dict[
 
 
 def _merged(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `settings`, in which those of `own` replace or, where both are sections, complete them."""
+    """Return `settings` updated by `own`; where both have a section, the sections are merged too."""
     found = dict(deepcopy(settings))
     for key, value in own.items():
         both = isinstance(value, dict) and isinstance(found.get(key), dict)

@@ -15,26 +15,29 @@ DEFAULT_OUT = Path("runs", "reproduce")
 
 def reproduce(
     name: Annotated[
-        str | None, typer.Argument(help="An experiment, or the .yaml file of one; all are listed without it.")
+        str | None, typer.Argument(help="An experiment, or the .yaml file of one; by default all are listed.")
     ] = None,
     *,
-    scale: Annotated[str | None, typer.Option(help="quick or full, as the experiment has them.")] = None,
-    only: Annotated[
-        str | None, typer.Option(help="Names of contenders with commas between; others wait.")
+    scale: Annotated[
+        str | None,
+        typer.Option(help="Scale of the experiment, such as quick or full; by default the first it has."),
     ] = None,
-    table: Annotated[bool, typer.Option("--table", help="Train nothing: report what is there.")] = False,
+    only: Annotated[
+        str | None, typer.Option(help="Train only these contenders, separated by commas.")
+    ] = None,
+    table: Annotated[bool, typer.Option("--table", help="Only report the finished runs.")] = False,
     shipped: Annotated[
-        bool, typer.Option("--shipped", help="Take over the runs whose results come with the library.")
+        bool, typer.Option("--shipped", help="Use results that come with the library; train only the rest.")
     ] = False,
     copy: Annotated[
-        Path | None, typer.Option(help="Write the experiment to this .yaml file, to be changed and run.")
+        Path | None, typer.Option(help="Write the experiment to this .yaml file, for you to change and run.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of all experiments.")] = DEFAULT_OUT,
     data_dir: DataDir = None,
     device: Device = None,
     force: Force = False,
 ) -> None:
-    """Check a claim of the sources: train all contenders alike, and compare.
+    """Check a claim of a paper: train the models that it compares, the contenders, and compare the results.
 
     \b
     Examples:
@@ -44,10 +47,10 @@ def reproduce(
       unrolled reproduce copy-convergence --copy mine.yaml
       unrolled reproduce mine.yaml --only linear,softmax
 
-    Each run is an ordinary run folder below OUT/NAME/SCALE. Those that have ended are not trained again:
-    repeat the command to go on after an interruption. Beside them are results.json, table.md, plot.png and
-    report.html. `--shipped` also counts the runs whose results come with the library, so that other
-    contenders and seeds can be added to them.
+    Each run is an ordinary run folder below OUT/NAME/SCALE. To continue after an interruption, repeat the
+    command: finished runs are not trained again. OUT/NAME/SCALE also holds results.json, table.md, plot.png
+    and report.html. `--shipped` uses the results that come with the library, and trains only other contenders
+    and seeds.
     """
     from unrolled.cli import _experiments
     from unrolled.cli._device import choose
@@ -106,7 +109,7 @@ def _list(out: Path) -> None:
 
 
 def _copy(name: str, to: Path, force: bool) -> None:
-    """Write the file of an experiment."""
+    """Write the file of an experiment to `to`."""
     from unrolled import experiments
     from unrolled.files import write_file
     from unrolled.folders import check_file
@@ -130,7 +133,7 @@ def _chosen(experiment: "Experiment", only: str | None) -> list[str]:
 
 
 def _write(results: "Results", scale: str, folder: Path) -> None:
-    """Write the report of what has ended."""
+    """Write the report of the runs that have ended."""
     from unrolled.cli import _experiment_report
 
     _experiment_report.write(results, scale, folder)

@@ -100,7 +100,7 @@ class Run:
         return model
 
     def begin(self, resumed: bool) -> None:
-        """Write `run_dir/run.yaml`, and unless the run is resumed, remove what an earlier one has written.
+        """Write `run_dir/run.yaml`; unless the run is resumed, remove the model that an earlier run wrote.
 
         Raises:
             ValueError: the folder cannot be made or written to.
@@ -126,10 +126,11 @@ class Run:
 def read(path: Path | None, overrides: Sequence[str], data_dir: Path | None = None) -> dict[str, Any]:
     """Read a YAML file, if there is one, and apply overrides such as `"model.n_layers=4"` in order.
 
-    `data_dir` is the last override, of `data.data_dir`.
+    `data_dir` overrides `data.data_dir`, after all others.
 
     Raises:
-        ValueError: the file is no YAML mapping, or an override has no `=` or goes through a plain value.
+        ValueError: the file is no YAML mapping, or an override has no `=` or sets a part of a value that is
+            not a section.
     """
     if data_dir is not None:
         overrides = [*overrides, f"data.data_dir={str(data_dir)!r}"]
@@ -156,7 +157,7 @@ def read_saved(run_dir: Path, data_dir: Path | None = None) -> dict[str, Any]:
     """Read the settings that a run has written to its folder; see `read`.
 
     Raises:
-        ValueError: it is not the folder of a run.
+        ValueError: `run_dir` is not the folder of a run.
     """
     file = run_dir / FILE_NAME
     if not file.exists():
@@ -165,10 +166,10 @@ def read_saved(run_dir: Path, data_dir: Path | None = None) -> dict[str, Any]:
 
 
 def reopen(run_dir: Path, settings: Mapping[str, Any]) -> Run:
-    """Resolve the saved settings of a run, whose data must have the ids that its model was trained on.
+    """Resolve the saved settings of a run, and check that its data have the token ids of its vocabulary.
 
     Raises:
-        ValueError: the data have other ids, or as `resolve`.
+        ValueError: the data have other token ids, or as `resolve`.
     """
     run = resolve(settings)
     if run.dataset.task == "tokens" and (run_dir / data.VOCABULARY_FILE).exists():
@@ -275,7 +276,7 @@ def read_text(path: Path) -> str:
     """Read a text file.
 
     Raises:
-        ValueError: it is not UTF-8.
+        ValueError: the file is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -291,7 +292,7 @@ def _parse(text: str, source: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads `1e-3` as a number, as in YAML 1.2; YAML 1.1 requires `1.0e-3` and reads others as text."""
+    """Reads `1e-3` as a number, as YAML 1.2 does; YAML 1.1 reads it as text, and requires `1.0e-3`."""
 
 
 _Loader.add_implicit_resolver(

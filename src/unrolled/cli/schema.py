@@ -11,11 +11,11 @@ from unrolled.cli._output import is_report
 
 def schema(
     out: Annotated[
-        Path | None, typer.Option(help="File to write it to; by default it goes to standard output.")
+        Path | None, typer.Option(help="File to write the schema to; by default, it is printed.")
     ] = None,
     force: Force = False,
 ) -> None:
-    """Print the JSON Schema of a run's YAML file, by which editors complete and check the file.
+    """Print the JSON Schema of a run's YAML file, which editors use to complete and check the file.
 
     \b
     Examples:

@@ -32,66 +32,66 @@ def serve(
         str | None, typer.Option(help="Name of the model in requests; by default that of its folder.")
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen at; one that others can reach requires --keys.")
+        str, typer.Option(help="Address to listen at; if other machines can reach it, --keys is required.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 8000,
     weights: Annotated[
         Weights | None, typer.Option(help="Round the weights of decoders to this form.")
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Continuations at a time, of each model.")] = 256,
-    memory: Annotated[str, typer.Option(help="For the states of running requests, of each model.")] = "4GB",
-    queue: Annotated[int, typer.Option(min=1, help="Requests that may wait, of each model.")] = 256,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")] = 300,
+    rows: Annotated[int, typer.Option(min=1, help="Maximum continuations at a time, per model.")] = 256,
+    memory: Annotated[str, typer.Option(help="Memory for states of running requests, per model.")] = "4GB",
+    queue: Annotated[int, typer.Option(min=1, help="Maximum number of waiting requests, per model.")] = 256,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Maximum seconds of a request.")] = 300,
     states: Annotated[
         str | None,
         typer.Option(
             help="Where states are kept: a SQLite file, memory:, s3://..., gs://... or redis://...; "
-            "by default FOLDER/states.sqlite."
+            "by default FOLDER/states.sqlite, with --demo memory:."
         ),
     ] = None,
     ttl: Annotated[
-        str | None, typer.Option(help="Drop states that were not used for so long, such as 30d.")
+        str | None, typer.Option(help="Drop states that were not used for this long, such as 30d.")
     ] = None,
     state_bytes: Annotated[
-        str | None, typer.Option(help="Drop the least recently used states above this size, such as 50GB.")
+        str | None, typer.Option(help="Drop the least recently used states beyond this total, such as 50GB.")
     ] = None,
     state_memory: Annotated[
-        str, typer.Option(help="For kept states that are at hand in memory besides the store.")
+        str, typer.Option(help="Memory for a cache of the most recently used states of the store.")
     ] = "256MB",
     deterministic: Annotated[
         bool,
-        typer.Option("--deterministic", help="Answers do not depend, bit for bit, on what else is asked."),
+        typer.Option("--deterministic", help="Bit-identical answers, whatever other requests are running."),
     ] = False,
     keys: Annotated[
         Path | None, typer.Option(help="File of keys, one a line; every request must have one of them.")
     ] = None,
     rate: Annotated[
-        str | None, typer.Option(help="Most requests of a key, or of an address, such as 600/minute.")
+        str | None, typer.Option(help="Maximum rate per key, or per address, such as 600/minute.")
     ] = None,
     origin: Annotated[
-        str | None, typer.Option(help="A web page that may ask, such as https://example.org.")
+        str | None, typer.Option(help="A web page that may send requests, such as https://example.org.")
     ] = None,
     replicas: Annotated[
-        int, typer.Option(min=1, help="Processes that answer; more than one are run by Ray Serve.")
+        int, typer.Option(min=1, help="Server processes; if more than one, Ray Serve runs them.")
     ] = 1,
 ) -> None:
-    """Serve models by OpenAI's API, with states that can be kept, continued, forked and moved.
+    """Serve models over OpenAI's API, with states that can be kept, continued, forked and moved.
 
     \b
-    The models that come with the library, for programs of this machine, and a question:
+    The models that come with the library, for programs on this machine, and a request:
       unrolled serve --demo
       curl localhost:8000/v1/completions -H 'content-type: application/json' \\
         -d '{"model": "text", "prompt": "ROMEO:", "keep": true}'
 
     \b
-    Several models; for others to reach:
+    Several models, for other machines too:
       unrolled serve runs/book runs/digits --host 0.0.0.0 --keys keys.txt --rate 600/minute
 
     \b
-    Several processes, any of which continues any state:
+    Several processes, each of which can continue any state:
       unrolled serve runs/book --replicas 4 --states s3://bucket/book
 
-    SIGTERM and Ctrl-C let running requests end; a second one does not.
+    On SIGTERM or Ctrl-C, the server lets running requests end; on a second one, it ends at once.
     """
     sources = _folders(folders or [], demo)
     if name is not None and len(sources) > 1:
@@ -152,8 +152,8 @@ def serve(
 def _leave() -> NoReturn:
     """End the process without tearing the interpreter down.
 
-    Granian reports that its threads have ended a moment before they have. One that then waits for the
-    interpreter's lock aborts the process if a Python before 3.14 is being torn down.
+    Granian reports that its threads have ended a moment before they do. Before Python 3.14, a thread that
+    waits for the interpreter's lock during the teardown aborts the process.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -161,7 +161,7 @@ def _leave() -> NoReturn:
 
 
 def _serve_replicas(options: "Options", replicas: int, where: str) -> None:
-    """Serve by Ray."""
+    """Serve with Ray."""
     if importlib.util.find_spec("ray") is None:
         raise ImportError(f"--replicas needs ray, which is missing: {how_to_install('ray')}")
     from unrolled.serving.replicas import serve_replicas
@@ -189,7 +189,7 @@ def _folders(given: list[Path], demo: bool) -> list[Path]:
 
 
 def _address(url: str | None, folder: Path | None) -> str:
-    """Return the address of the store of states: that given, else one in a folder."""
+    """Return the address of the store of states: `url`, else a file in `folder`, else memory."""
     if url is not None:
         return url
     writable = folder is not None and os.access(folder, os.W_OK)

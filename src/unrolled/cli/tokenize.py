@@ -17,42 +17,44 @@ LARGEST_VOCABULARY = 2**24  # far above what anybody learns, and what the librar
 
 def tokenize(
     files: Annotated[
-        list[Path], typer.Argument(help="Text, .jsonl or .parquet; text and .jsonl also as .gz and .zst.")
+        list[Path], typer.Argument(help="Text, .jsonl or .parquet; text and .jsonl may be .gz or .zst.")
     ],
     out: Annotated[Path, typer.Option(help="The folder to write.")],
     tokenizer: Annotated[
-        str, typer.Option(help="bpe learns byte pairs, bytes takes bytes; or a tokenizer.json.")
+        str, typer.Option(help="bpe (learned byte pairs), bytes, or the path of a tokenizer.json.")
     ] = "bpe",
     vocab_size: Annotated[
-        int | None, typer.Option(help="Byte pairs to learn at most; by default 8,000.")
+        int | None, typer.Option(help="Maximum vocabulary size of bpe; by default 8,000.")
     ] = None,
     sample: Annotated[
         int | None, typer.Option(help="Characters to learn byte pairs from; by default 200,000,000.")
     ] = None,
-    field: Annotated[str, typer.Option(help="Of .jsonl and .parquet: the field with the text.")] = "text",
+    field: Annotated[str, typer.Option(help="Field of .jsonl and .parquet with the text.")] = "text",
     separator: Annotated[
         str | None,
         typer.Option(
-            help=r'Of text: what stands between documents, such as "\n\n"; by default a file is one document.'
+            help=r'For text: what separates documents, such as "\n\n"; by default a file is one document.'
         ),
     ] = None,
     end: Annotated[
-        str | None, typer.Option(help="Token of a tokenizer.json that ends a document; by default its own.")
+        str | None,
+        typer.Option(help="For a tokenizer.json: the token that ends a document; by default its own."),
     ] = None,
     val_fraction: Annotated[
-        float, typer.Option(help="Fraction of the documents held out for validation, at least one.")
+        float, typer.Option(help="Fraction of the documents held out for validation; at least one is.")
     ] = 0.01,
     jobs: Annotated[
-        int, typer.Option(help="Threads that encode; the files are the same for any number.")
+        int, typer.Option(help="Threads that encode; the output is the same for any number.")
     ] = 1,
-    shard_tokens: Annotated[int, typer.Option(help="Tokens of a shard.")] = 2**28,
+    shard_tokens: Annotated[int, typer.Option(help="Tokens per shard.")] = 2**28,
     force: Force = False,
 ) -> None:
-    """Turn files of any size into tokens to train on. Repeat the command to finish what was interrupted.
+    """Turn files of any size into tokens to train on. Repeat the command to finish after an interruption.
 
     No file is held in memory as a whole. Byte pairs are learned from the beginning of every file, in
-    proportion to its size, without what is held out. The documents held out are drawn by their text; where
-    there are few, the last one is held out, and of a single one the end.
+    proportion to its size, without the documents that are held out. A hash of its text decides whether a
+    document is held out. If that selects none or all of the documents, the last one is held out; of a single
+    document, the end.
 
     \b
     Examples:

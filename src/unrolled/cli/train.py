@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 def train(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Settings, with values in YAML; they win over the file."),
+        typer.Argument(metavar="KEY=VALUE", help="Settings, with values in YAML; they override --config."),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="A YAML file with the sections data, model, train and run_dir.")
     ] = None,
     data_dir: DataDir = None,
     resume: Annotated[
-        bool, typer.Option("--resume/--fresh", help="Go on from the last checkpoint, or begin again.")
+        bool, typer.Option("--resume/--fresh", help="Resume from the last checkpoint, or start over.")
     ] = True,
     device: Device = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Make ten steps in memory, tell what the run takes, write nothing."),
+        typer.Option("--dry-run", help="Estimate memory and time from ten steps; write nothing."),
     ] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")] = False,
     wandb: Annotated[
@@ -38,14 +38,18 @@ def train(
     ] = None,
     force: Force = False,
 ) -> None:
-    """Train the kind of model that the data asks for. Repeat the command to resume a run.
+    """Train a model on a data set. Repeat the command to resume a run.
 
-    By default that is a decoder for tokens, an encoder for labels and an encoder_decoder for translations.
-    Questions about stories (babi) train a memory_network, tasks on bits an ntm, sums (adding) an ntm_numbers
-    and speech (an4, spoken_digits) a transcriber. Another kind is chosen by model.name: perceiver_ar and
-    recurrent_lm predict tokens too, perceiver and perceiver_io labels; rnn_seq2seq, luong_seq2seq,
-    lstmn_seq2seq and deep_lstmn_seq2seq translate; memnn answers, where data.supporting is 1, 2 or 3;
-    bilstm_transcriber transcribes; segmenter finds the pixels of moving_mnist.
+    \b
+    The data set determines the task; model.name selects the model, by default the first:
+      predict tokens     decoder, perceiver_ar, recurrent_lm
+      give a label       encoder, perceiver, perceiver_io
+      translate          encoder_decoder, rnn_seq2seq, luong_seq2seq, lstmn_seq2seq,
+                         deep_lstmn_seq2seq
+      answer (babi)      memory_network; memnn, if data.supporting is 1, 2 or 3
+      predict bits       ntm; segmenter, which finds the pixels of moving_mnist
+      add (adding)       ntm_numbers
+      transcribe speech  transcriber, bilstm_transcriber
 
     \b
     From settings alone:
@@ -61,7 +65,7 @@ def train(
       unrolled train data.name=mqar model.attention=delta_net run_dir=runs/recall
 
     \b
-    By a recipe, settings that train well together:
+    With a recipe, a set of settings that train well together:
       unrolled train data.name=text data.path=book.txt model.recipe=small-lm run_dir=runs/book
 
     \b
@@ -70,18 +74,18 @@ def train(
       unrolled train --config book.yaml "model.attention=\\[linear, softmax]"
 
     \b
-    What memory and time it will take:
+    Estimate the memory and time of a run:
       unrolled train --dry-run --config book.yaml
       torchrun --nproc-per-node 2 -m unrolled train --dry-run --config book.yaml
 
     \b
-    On several processes or machines, by torchrun; batch_size is that of all of them together:
+    On several processes or machines, with torchrun; batch_size is the total over all processes:
       torchrun --nproc-per-node 2 -m unrolled train data.name=text data.path=book.txt run_dir=runs/book
       torchrun --nnodes 4 --nproc-per-node 8 --max-restarts 3 --rdzv-backend c10d \
         --rdzv-endpoint host:29500 -m unrolled train --config big.yaml train.shard=8
 
     \b
-    The file:
+    The file book.yaml:
       data: {name: text, path: book.txt, length: 256}
       model: {d_model: 128, n_layers: 2, positions: rotary}
       train: {steps: 2000, batch_size: 12, lr: 1e-3}
@@ -90,9 +94,9 @@ def train(
     \b
     The run folder will hold
       model.safetensors, config.json   the weights with the best validation loss
-      last.safetensors                 the last checkpoint; last.json and last/ where it is sharded
+      last.safetensors                 the last checkpoint; last.json and last/ if it is sharded
       log.jsonl                        the losses
-      run.yaml                         all settings, to be used as such a file
+      run.yaml                         all settings, in the form of book.yaml
       vocabulary.json                  what the token ids stand for
     """
     from unrolled import training

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def transcribe(
     run_dir: Annotated[Path, typer.Argument(help="Run folder of a model of speech, or an export of it.")],
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="Sounds: WAV, FLAC, Ogg, MP3 and others.")
+        list[Path], typer.Argument(metavar="FILE...", help="Sound files: WAV, FLAC, Ogg, MP3 and others.")
     ],
     beam_size: Annotated[
         int, typer.Option(help="Beam size; 1 takes the most likely symbol of each frame.")
@@ -29,8 +29,8 @@ def transcribe(
 ) -> None:
     """Write down what is said in sound files, one line for each, with the best weights of a run.
 
-    Sounds may have any sampling rate and number of channels: they are resampled and mixed down. A folder of
-    unrolled export runs in ONNX Runtime.
+    Sounds may have any sampling rate and number of channels: they are resampled and mixed down. The model in
+    a folder of unrolled export runs in ONNX Runtime.
 
     \b
     Examples:
@@ -52,7 +52,7 @@ def transcribe(
 
 
 def _run(folder: Path, device: str | None) -> "tuple[Transcribes, Vocabulary, Read]":
-    """Load the model of a run, its vocabulary, and the function that reads its input of a sound file."""
+    """Load the model of a run, its vocabulary, and the function that reads its input from a sound file."""
     from unrolled.cli._device import choose
     from unrolled.cli._models import load_for
     from unrolled.data import Vocabulary
@@ -64,7 +64,7 @@ def _run(folder: Path, device: str | None) -> "tuple[Transcribes, Vocabulary, Re
 
 
 def _exported(folder: Path, device: str | None) -> "tuple[Transcribes, Vocabulary, Read]":
-    """Load the same of an exported model."""
+    """Load an exported model, its vocabulary, and the function that reads its input from a sound file."""
     from unrolled.interop import onnx
 
     if device not in (None, "cpu"):

@@ -66,7 +66,8 @@ def load(name: str, **options: Any) -> BaseDataset:
     """Make a data set by name: `load("text", path="book.txt", length=256)`.
 
     Raises:
-        ValueError: the name or an option is unknown, an option is impossible, a file is missing or corrupt.
+        ValueError: the name or an option is unknown, or an option is impossible, or a file is missing or
+            corrupt.
     """
     kind = dataset_type(name)
     valid = [field.name for field in fields(kind)]  # type: ignore[arg-type]

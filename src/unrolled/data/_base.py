@@ -17,24 +17,25 @@ Task = Literal["tokens", "labels", "translation", "answers", "bits", "numbers", 
     translation    inputs: ids of the source [B,S]; targets: ids of its translation and an end symbol, [B,T];
                    key_padding_mask [B,S], of the source
     answers        inputs: word ids of the sentences of a story, the question last, [B,N,J];
-                   targets: one answer for each row, [B], or the answer and then the places of F sentences
-                   that it follows from, [B,1+F]; key_padding_mask [B,N,J]
+                   targets: one answer for each row, [B], or the answer and then the places of the F
+                   sentences that it follows from, [B,1+F]; key_padding_mask [B,N,J]
     bits           inputs: numbers [B,T,n]; targets: bits, as numbers, [B,T,m]
     numbers        inputs: numbers [B,T,n]; targets: one number for each row, [B]
     transcription  inputs: features of the frames of a sound, [B,T,F]; targets: ids of what is said, [B,U];
                    key_padding_mask [B,T]
 
-Ids are int64, numbers fp32. A target is -100 (`unrolled.contract.IGNORED`) where nothing is predicted;
-`key_padding_mask` is True at padding, and None where there is none.
+Ids are int64, numbers fp32. A target is -100 (`unrolled.contract.IGNORED`) where nothing is predicted.
+`key_padding_mask` is True at padding, and None if there is no padding.
 
 Fields of a model's config that follow from the data are marked `unrolled.fields.FromData` with the name of an
-attribute of the data set. The data sets of each task have these:
+attribute of the data set. The data sets of each task have these attributes:
 
-    tokens         vocab_size: ids that can be predicted; length: tokens of an example at most;
-                   start_token: whether targets begin after the id vocab_size, which is never predicted
-    labels         vocab_size, length; n_classes: labels
-    translation    vocab_size, length; source_vocab_size: ids of the source, None for those of the target
-    answers        vocab_size; memory_size: sentences of a story at most; supporting: F
+    tokens         vocab_size: number of ids that can be predicted; length: maximum number of tokens of an
+                   example; start_token: whether inputs begin with the id vocab_size, which is never predicted
+    labels         vocab_size, length; n_classes: number of labels
+    translation    vocab_size, length; source_vocab_size: number of ids of the source, None if both languages
+                   have the same ids
+    answers        vocab_size; memory_size: maximum number of sentences of a story; supporting: F
     bits           input_size: n; output_size: m
     numbers        input_size: n; output_size: 1
     transcription  vocab_size; n_mels: F
@@ -49,7 +50,7 @@ class BaseDataset(Checked, ABC):
 
     task: ClassVar[Task]
     recipe: ClassVar[str] = "classic"
-    """The recipe of `unrolled train` by default, for decoders."""
+    """The default recipe of `unrolled train`, for models that have recipes."""
 
     @property
     def name(self) -> str:
@@ -58,7 +59,7 @@ class BaseDataset(Checked, ABC):
 
     @property
     def options(self) -> dict[str, object]:
-        """The values of its options, by name."""
+        """The values of the options, by name."""
         return {field.name: vars(self)[field.name] for field in fields(self)}  # type: ignore[arg-type]
 
     @property

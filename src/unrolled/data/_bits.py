@@ -1,4 +1,4 @@
-"""Base class of tasks on bits: training batches of examples of one size, validation on all sizes."""
+"""Base class of tasks on bits: a training batch has examples of one size, the validation set of all sizes."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -15,11 +15,12 @@ from unrolled.fields import Size
 
 @dataclass
 class BitsDataset(DrawnDataset):
-    """A task on vectors of bits. A subclass adds its sizes, and draws examples of one size.
+    """A task on vectors of bits. A subclass adds options for the sizes, and draws examples of a given size.
 
     Inputs are `[B, T, input_size]`, 0 or 1: the bits, then one channel for each delimiter; targets are
-    `[B, T, output_size]`. A training batch has one size, drawn from (seed, step), so short examples cost
-    little. The validation set has examples of all sizes, with zeros after the shorter ones.
+    `[B, T, output_size]`. All examples of a training batch have one size, drawn from (seed, step), so batches
+    of short examples take little time. The validation set has examples of all sizes; the shorter ones are
+    padded with zeros.
 
     Attributes:
         n_bits: bits of a vector.
@@ -30,7 +31,7 @@ class BitsDataset(DrawnDataset):
     val_size: Size = 200
 
     task: ClassVar[Task] = "bits"
-    # Sizes that are drawn uniformly, from the option min_<name> to the option max_<name>.
+    # Names of the sizes, which are drawn uniformly from the option min_<name> to the option max_<name>.
     _drawn: ClassVar[tuple[str, ...]] = ("length",)
 
     @property
@@ -72,7 +73,7 @@ class BitsDataset(DrawnDataset):
 
     @abstractmethod
     def _draw_examples(self, rng: np.random.Generator, size: tuple[int, ...], count: int) -> Batch:
-        """Draw `count` examples of a size, in the order of `_drawn`."""
+        """Draw `count` examples; `size` has a number for each name in `_drawn`."""
 
 
 def as_batch(inputs: np.ndarray, targets: np.ndarray) -> Batch:

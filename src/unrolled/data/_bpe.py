@@ -1,7 +1,7 @@
 """Byte-pair encoding, with merges learned from text by the library `tokenizers`.
 
 Sennrich et al. 2016, "Neural Machine Translation of Rare Words with Subword Units", arXiv 1508.07909, section
-3.2, over the bytes of UTF-8, so it can encode any text.
+3.2. The merges are over the bytes of UTF-8, so any text can be encoded.
 """
 
 from collections.abc import Iterable, Sequence
@@ -50,7 +50,7 @@ class BytePairs:
             show_progress=False,
         )
         tokenizer.train_from_iterator(texts, trainer)
-        tokenizer.encode_special_tokens = True  # a text may contain the end symbol as characters
+        tokenizer.encode_special_tokens = True  # in a text, "</s>" is four characters
         return cls(tokenizer)
 
     @classmethod
@@ -87,7 +87,7 @@ class BytePairs:
         """Encode many texts, faster than one by one.
 
         Raises:
-            ValueError: a text has surrogates, as a terminal makes of bytes that are not UTF-8.
+            ValueError: a text has surrogates, which a terminal makes of bytes that are not UTF-8.
         """
         for text in texts:
             try:
@@ -102,7 +102,7 @@ class BytePairs:
         if END_ID in values:
             values = values[: values.index(END_ID)]
         text: str = self._tokenizer.decode(values)
-        return text.removeprefix(" ")  # which the pre-tokenizer adds before the first word
+        return text.removeprefix(" ")  # the pre-tokenizer has added it before the first word
 
 
 def _library() -> ModuleType:

@@ -5,7 +5,7 @@ from unrolled.fields import Count, Size, check_value
 
 
 def check_split(split: str) -> None:
-    """Raise ValueError unless `split` is the name of one."""
+    """Raise ValueError unless `split` is the name of a split."""
     check_value("split", split, Split)
 
 
@@ -15,7 +15,7 @@ def check_batch_size(batch_size: int) -> None:
 
 
 def check_request(split: str, step: int, batch_size: int, seed: int) -> None:
-    """Raise ValueError unless there is such a batch."""
+    """Raise ValueError unless the arguments name a batch."""
     check_split(split)
     check_value("step", step, Count)
     check_batch_size(batch_size)

@@ -32,7 +32,7 @@ class DrawnDataset(BaseDataset):
     def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
         """Return training examples drawn from (seed, step), or consecutive examples of the validation set.
 
-        After the last validation example comes the first one again.
+        After the last validation example, the first one follows again.
         """
         check_request(split, step, batch_size, seed)
         if split == "train":

@@ -37,7 +37,8 @@ class PublishedFile:
         path: "folder/file" below the data folder; the file may also lie directly in the data folder, and its
             name may have `.gz` at the end.
         url: the official address.
-        sha256: of the content, uncompressed if it is a gzip file, since recompression does not change it.
+        sha256: SHA-256 of the content, after decompression if it is a gzip file, so that recompression does
+            not change it.
     """
 
     path: str
@@ -57,7 +58,7 @@ def folder(data_dir: str | Path | None = None) -> Path:
 
 
 def read_published(file: PublishedFile, data_dir: str | Path | None = None) -> bytes:
-    """Return the verified, uncompressed content of a published file, downloading it once if it is missing.
+    """Return the verified, decompressed content of a published file, downloading it once if it is missing.
 
     Raises:
         ValueError: the file is corrupt, or it is missing and cannot be downloaded or written.
@@ -72,10 +73,10 @@ def load_published(
     """Return what `parse` makes of a published file, downloading it once if it is missing.
 
     Args:
-        paths: where it may be: "folder/file" below the data folder, or the file directly in it; a download is
-            stored at the first.
-        url: its official address.
-        parse: verifies and reads the bytes; it raises ValueError with what is wrong with them.
+        paths: where the file may be: "folder/file" below the data folder; the file may also lie directly in
+            the data folder. A download is stored at the first path.
+        url: the official address of the file.
+        parse: verifies and reads the bytes; if they are wrong, it raises ValueError with the reason.
         data_dir: see `folder`.
 
     Raises:
@@ -107,10 +108,10 @@ def load_published(
 
 
 def read_file(path: str | Path) -> bytes:
-    """Return the content of any file, uncompressed where its name ends in `.gz`.
+    """Return the content of any file, decompressed if its name ends in `.gz`.
 
     Raises:
-        ValueError: the file cannot be read or uncompressed.
+        ValueError: the file cannot be read or decompressed.
     """
     path = Path(path).expanduser()
     try:
@@ -124,7 +125,7 @@ def read_archive(archive: bytes, pattern: re.Pattern[str]) -> list[tuple[re.Matc
     """Read the files of a tar archive whose names match a pattern; return the matches and the contents.
 
     Raises:
-        ValueError: it is not such an archive.
+        ValueError: `archive` is not a tar archive.
     """
     found = []
     try:

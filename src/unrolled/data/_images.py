@@ -1,4 +1,4 @@
-"""Base classes of data sets that are read in epochs, images among them, and the order of their examples."""
+"""Base classes of data sets that are read in epochs, such as images, and the order of their examples."""
 
 import math
 from abc import abstractmethod
@@ -31,13 +31,13 @@ def epoch_rows(size: int, *, step: int, batch_size: int, seed: int) -> Tensor:
 
 
 def epoch_rows_by_length(lengths: np.ndarray, *, step: int, batch_size: int, seed: int, pool: int) -> Tensor:
-    """Return the rows of batch `step`, which are of about one length, [batch_size].
+    """Return the rows of batch `step`, which have similar lengths, [batch_size].
 
-    Of `pool` batches of an epoch, drawn at random, the rows are sorted by length, cut into batches again, and
-    these are shuffled. Each epoch has every row once.
+    The rows of `pool` random batches of an epoch are sorted by length and cut into batches again, and these
+    batches are shuffled. Each epoch has every row once.
 
     Args:
-        lengths: [K, size], what to sort by, the last row first.
+        lengths: [K, size], the sort keys of the rows; the last of the K is compared first.
         step, batch_size, seed: as for `epoch_rows`.
         pool: number of batches that are sorted together.
     """
@@ -48,7 +48,7 @@ def epoch_rows_by_length(lengths: np.ndarray, *, step: int, batch_size: int, see
 
 
 class EpochDataset(BaseDataset):
-    """Examples that are counted, and read in epochs. A subclass counts them, and makes batches of them."""
+    """A fixed number of examples, read in epochs. A subclass counts them, and makes batches of them."""
 
     @abstractmethod
     def _count(self, split: Split) -> int:
@@ -78,7 +78,7 @@ class EpochDataset(BaseDataset):
 class ImageDataset(EpochDataset):
     """Images in grey or colour, read row by row as sequences of levels.
 
-    With p the T = H W levels of an image, or T = 3 H W in colour, and s = `vocab_size` the start symbol,
+    With p the T levels of an image (T = H W in grey, 3 H W in colour), and s = `vocab_size` the start symbol,
 
         inputs = (s, p_1, ..., p_{T-1}),   targets = (p_1, ..., p_T).
 

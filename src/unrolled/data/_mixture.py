@@ -1,9 +1,9 @@
-"""From which of several sources each row of a batch comes, with fixed weights.
+"""The source of each row of a batch, from several sources with fixed weights.
 
 Rows are counted through all batches, row g = step * batch_size + r, in blocks of K. After b blocks, source i
-with the weight w_i has had floor(b K w_i) rows, and the source of the largest weight all others. Within a
-block the order of the sources is drawn from (seed, block). So the source of a row, and how many rows that
-source has had before, follow from (seed, g) alone.
+with the weight w_i has had floor(b K w_i) rows, and the source of the largest weight has had all other rows.
+Within a block, the order of the sources is drawn from (seed, block). So (seed, g) alone determines the source
+of a row, and how many rows this source has had before.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 BLOCK = 4096  # K: a source whose weight is below 1 / K has no row in some blocks
-MOST = 64  # sources: the largest weight is then so large that its source never has to give rows back
+MOST = 64  # maximum number of sources: with so few, the source of the largest weight never gives rows back
 
 
 def drawn_sources(
@@ -20,13 +20,13 @@ def drawn_sources(
     """Return the source of each row of batch `step`, and how many rows that source has had before.
 
     Args:
-        weights: of at most `MOST` sources, positive; only their ratios count.
+        weights: positive weights of at most `MOST` sources; only their ratios count.
         step: number of the batch, from 0.
         batch_size: B.
-        seed: of the run.
+        seed: seed of the run.
 
     Returns:
-        two int64 [B].
+        The sources and the numbers of earlier rows, both int64 [B].
     """
     shares = np.asarray(weights, np.float64) / np.sum(weights)
     rows = np.arange(step * batch_size, (step + 1) * batch_size)
@@ -46,7 +46,7 @@ def drawn_sources(
 
 
 def _counts(shares: np.ndarray, blocks: int) -> np.ndarray:
-    """Return how many rows each source has had after so many blocks."""
+    """Return how many rows each source has had after `blocks` blocks."""
     counts: np.ndarray = np.floor(blocks * BLOCK * shares).astype(np.int64)
     most = int(shares.argmax())
     counts[most] += blocks * BLOCK - counts.sum()

@@ -1,14 +1,14 @@
 """A pseudorandom order of n things that is computed place by place and never stored.
 
-A Feistel network permutes the numbers below 4^k, the smallest power of four that is at least n: a number of
-2k bits is (l, r), and a round with the key c makes it
+A Feistel network permutes the numbers below 4^k, the smallest power of four that is at least n. A number of
+2k bits is split into halves (l, r), and a round with the key c maps it to
 
     (l, r)  ->  (r, l xor (h(r + c) mod 2^k))
 
 with the mixing function h of SplitMix64 (Steele et al. 2014, "Fast Splittable Pseudorandom Number
 Generators", section 3). A result of n or more is permuted again until it is below n ("cycle walking": Black
-and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", section 3), which is a permutation of the numbers
-below n, and takes fewer than four tries on average.
+and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", section 3). The result is a permutation of the
+numbers below n, and takes fewer than four tries on average.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ FIRST, SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def permuted(places: np.ndarray, size: int, *key: int) -> np.ndarray:
-    """Return which of `size` things stand at these places of the order that belongs to a key.
+    """Return which of `size` things stand at `places` of the order that belongs to `key`.
 
     Args:
         places: integers from 0 to size - 1, of any shape.
@@ -26,7 +26,7 @@ def permuted(places: np.ndarray, size: int, *key: int) -> np.ndarray:
         key: integers of at least 0, such as a seed and the number of an epoch.
 
     Returns:
-        int64 of the same shape; over all places it has each of 0 to size - 1 once.
+        int64 of the same shape as `places`. All places together have each number from 0 to size - 1 once.
     """
     keys = np.random.default_rng(key).integers(2**64, size=ROUNDS, dtype=np.uint64)
     half = max(1, -(-(size - 1).bit_length() // 2))

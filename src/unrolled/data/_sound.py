@@ -1,8 +1,9 @@
-"""Sound files as log-mel features, what models of speech read.
+"""Sound files as log-mel features, the input of models of speech.
 
-A frame is a window of 25 ms, and the next begins 10 ms later. Its features are the logarithms of its energy
-in `n_mels` bands of frequency, equally wide on the mel scale, as in Kaldi. Each band is then shifted and
-scaled to mean 0 and deviation 1 over the sound, which removes loudness and the colour of the microphone.
+A frame is a window of 25 ms, and the next frame begins 10 ms later. The features of a frame are the
+logarithms of its energy in `n_mels` frequency bands that are equally wide on the mel scale, as in Kaldi. Each
+band is then shifted and scaled to mean 0 and standard deviation 1 over the sound, which removes the loudness
+and the colour of the microphone.
 
 The libraries are those of the extra `speech`.
 """
@@ -19,8 +20,8 @@ from torch import Tensor
 from unrolled.extras import how_to_install
 
 FRAMES_PER_SECOND = 100
-SHORTEST = 400  # samples of a sound: a window of 25 ms at 16 kHz
-FULL_SCALE = 32768.0  # Kaldi's samples are those of 16 bits
+SHORTEST = 400  # minimum number of samples: a window of 25 ms at 16 kHz
+FULL_SCALE = 32768.0  # the samples of Kaldi have the scale of 16 bits
 
 Samples = np.ndarray[Any, np.dtype[np.int16]]
 
@@ -29,7 +30,7 @@ def library(name: str) -> Any:
     """Import a library of the extra `speech`.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: the library is not installed.
     """
     try:
         return import_module(name)
@@ -38,7 +39,7 @@ def library(name: str) -> Any:
 
 
 def read_sound(source: str | Path | bytes, rate: int) -> Samples:
-    """Read a sound file, WAV, FLAC, Ogg or another that libsndfile reads, as int16 [n].
+    """Read a sound file (WAV, FLAC, Ogg or any other format of libsndfile) as int16 [n].
 
     Channels are averaged, and a sound of another sampling rate is resampled.
 
@@ -48,7 +49,7 @@ def read_sound(source: str | Path | bytes, rate: int) -> Samples:
 
     Raises:
         ImportError: soundfile or soxr is not installed.
-        ValueError: there is no such file, or it is not a sound.
+        ValueError: there is no such file, it is not a sound, or it is too short.
     """
     soundfile = library("soundfile")
     name = "its content" if isinstance(source, bytes) else str(source)
@@ -76,7 +77,7 @@ def log_mel(samples: Samples, rate: int, n_mels: int) -> Tensor:
     fbank = library("kaldi_native_fbank")
     options = fbank.FbankOptions()
     options.frame_opts.samp_freq = rate
-    options.frame_opts.dither = 0  # or a sound would have other features each time
+    options.frame_opts.dither = 0  # dither would give a sound other features each time
     options.frame_opts.snip_edges = False
     options.mel_opts.num_bins = n_mels
     computer = fbank.OnlineFbank(options)

@@ -1,4 +1,4 @@
-"""Batches of utterances, and the masks that training hides parts of them behind."""
+"""Batches of utterances, and masks that hide parts of them in training."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,14 +14,14 @@ WIDEST = {"frames": 12, "bands": 6}
 
 
 class Utterance(NamedTuple):
-    """What is heard and what is said: features [T, n_mels] and ids [U]."""
+    """The features of a sound, [T, n_mels], and the ids of what is said in it, [U]."""
 
     features: Tensor
     ids: Tensor
 
 
 def as_batch(utterances: Sequence[Utterance]) -> Batch:
-    """Lay utterances side by side, padded at their ends to the longest: inputs 0, targets ignored."""
+    """Make a batch of utterances, padded at their ends to the longest: inputs by 0, targets by `IGNORED`."""
     pad = torch.nn.utils.rnn.pad_sequence
     inputs = pad([x.features for x in utterances], batch_first=True)
     targets = pad([x.ids for x in utterances], batch_first=True, padding_value=IGNORED)
@@ -29,7 +29,7 @@ def as_batch(utterances: Sequence[Utterance]) -> Batch:
 
 
 def hide(batch: Batch, rng: np.random.Generator, masks: int) -> Batch:
-    """Set random bars of each utterance to 0, its mean: `masks` over time, and as many over frequency.
+    """Set `masks` random time bars and `masks` random frequency bars of each utterance to 0, its mean.
 
     A bar is up to 12 frames or 6 bands wide (Park et al. 2019, "SpecAugment", arXiv 1904.08779, section 2,
     without its time warping and with narrower bars).

@@ -24,21 +24,21 @@ SMALLEST = 257  # the end of a document and the bytes
 DEFAULT_SIZE = 8_000
 UNKNOWN = "<unk>"
 WORDS = r"\n|\w+(?:['’.-]\w+)*|[^\w\s]"
-"""A word: a line break; letters and digits, with single signs within as in "don't" and "3.5"; or a sign."""
+"""A word: a line break; letters and digits, with single signs inside as in "don't" and "3.5"; or a sign."""
 BLANKS = r"\n|\S+"
 """A word: a line break; or what stands between blanks."""
-LONGEST_PIECE = 2**17  # characters that are encoded at once: time and memory of longer texts go up
+LONGEST_PIECE = 2**17  # characters encoded at once: longer texts take more time and memory for each
 
 
 class TextTokenizer:
     """Text to ids and back.
 
-    A text becomes the ids of its tokens and nothing else: no symbol is added to it, and none is made of
-    characters that spell one.
+    A text becomes the ids of its tokens and nothing else: no special token is added, and characters that
+    spell a special token are read as characters.
 
     Args:
-        tokenizer: a `tokenizers.Tokenizer`, which is changed: it loses what adds symbols to a text.
-        end: the id that stands at the end of a document; None if there is none.
+        tokenizer: a `tokenizers.Tokenizer`. It is changed in place: it no longer adds special tokens.
+        end: the id that ends a document; None if there is none.
     """
 
     def __init__(self, tokenizer: "Tokenizer", end: int | None) -> None:
@@ -53,7 +53,7 @@ class TextTokenizer:
     def learn(cls, texts: Iterable[str], vocab_size: int) -> "TextTokenizer":
         """Learn merges of the most frequent pairs until there are `vocab_size` ids, or no pair occurs twice.
 
-        Id 0 is the end of a document; the next 256 are the bytes. The same texts give the same merges,
+        Id 0 is the end of a document; the next 256 ids are the bytes. The same texts give the same merges,
         whatever the number of threads.
 
         Raises:
@@ -77,11 +77,11 @@ class TextTokenizer:
     def learn_words(
         cls, texts: Iterable[str], word: str = WORDS, vocab_size: int | None = None
     ) -> "TextTokenizer":
-        """List the words that occur twice, or the `vocab_size` - 1 most frequent; id 0 is any other word.
+        """Make ids for the words that occur at least twice, or for the `vocab_size` - 1 most frequent words.
 
-        `word` is the regular expression of one, such as `WORDS` or `BLANKS`. Of words that occur as often,
-        those that come first in the alphabet are listed. Blanks are no tokens: `decode` puts one between
-        every two words.
+        Id 0 stands for any other word. `word` is the regular expression of a word, such as `WORDS` or
+        `BLANKS`. Of words that are equally frequent, those that come first in the alphabet get ids. Blanks
+        are not tokens: `decode` puts a blank between every two words.
 
         Raises:
             ImportError: the library `tokenizers` is not installed.
@@ -103,7 +103,7 @@ class TextTokenizer:
 
         Raises:
             ImportError: the library `tokenizers` is not installed.
-            ValueError: the text is not a tokenizer, or has no such id.
+            ValueError: the text is not a tokenizer, or the tokenizer has no id `end`.
         """
         library: Any = _library()
         try:
@@ -127,7 +127,7 @@ class TextTokenizer:
         """Return the ids of a text.
 
         Raises:
-            ValueError: the text has surrogates, as a terminal makes of bytes that are not UTF-8.
+            ValueError: the text has surrogates, which a terminal makes of bytes that are not UTF-8.
         """
         try:
             text.encode()
@@ -138,7 +138,7 @@ class TextTokenizer:
         return [id for piece in pieces(text) for id in self.encode_piece(piece)]
 
     def encode_piece(self, piece: str) -> list[int]:
-        """Return the ids of a piece of a text; other threads go on meanwhile."""
+        """Return the ids of a piece of a text; other threads can run meanwhile."""
         (found,) = self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)
         ids: list[int] = found.ids
         return ids
@@ -150,11 +150,11 @@ class TextTokenizer:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The type of ids in files: uint16, or uint32 where there are more than 65,536."""
+        """The dtype of ids in files: uint16, or uint32 for more than 65,536 ids."""
         return np.dtype(np.uint16 if len(self) <= 2**16 else np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; special tokens have none, and bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of ids; special tokens have no text, and bytes that are not UTF-8 become U+FFFD."""
         if self.contents is not None:
             return b"".join(map(self.content, ids)).decode(errors="replace")
         text: str = self._tokenizer.decode(list(ids))
@@ -163,7 +163,7 @@ class TextTokenizer:
     def reader(self) -> Callable[[int], str]:
         """Return a function that decodes one id at a time; a character appears once it is complete.
 
-        Of a tokenizer of words, each comes with the blank before it.
+        With a tokenizer of words, each word comes with the blank before it.
         """
         if self.contents is not None:
             utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -176,7 +176,7 @@ class TextTokenizer:
         return lambda token: stream.step(self._tokenizer, token) or ""
 
     def id_of(self, token: str) -> int | None:
-        """Return the id of a token by its name, None if there is no such token."""
+        """Return the id of a token by its name; None if there is no such token."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
@@ -186,19 +186,19 @@ class TextTokenizer:
         return found
 
     def content(self, id: int) -> bytes:
-        """Return the bytes of a token of byte pairs; a special token and an id beyond the last have none."""
+        """Return the bytes of a token of byte pairs; none for a special token or an id beyond the last."""
         assert self.contents is not None
         return self.contents[id] if id < len(self.contents) else b""
 
     @cached_property
     def _decoder(self) -> dict[str, Any] | None:
-        """What joins tokens to a text; None for a blank between every two."""
+        """The decoder in the JSON of the tokenizer; None if it joins tokens by blanks."""
         found: dict[str, Any] | None = json.loads(self.to_json())["decoder"]
         return found
 
     @cached_property
     def contents(self) -> list[bytes] | None:
-        """The bytes of each token; None where a token is not simply a sequence of bytes."""
+        """The bytes of each token; None if tokens are not simply sequences of bytes."""
         if self._decoder is None or self._decoder["type"] != "ByteLevel":
             return None
         letters = byte_letters()
@@ -217,8 +217,8 @@ class TextTokenizer:
 def pieces(text: str) -> Iterator[str]:
     """Cut a text into pieces of at most `LONGEST_PIECE` characters, before the last white space of each.
 
-    Byte pairs, which never reach from a word into the white space after it, encode the pieces as they encode
-    the whole. A piece without white space is cut at its full length.
+    Byte pairs never reach from a word into the white space after it, so the pieces have the same ids as the
+    whole text. A piece without white space is cut at its full length.
     """
     start = 0
     while len(text) - start > LONGEST_PIECE:
@@ -230,7 +230,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def end_of_piece(text: str, start: int = 0) -> int:
-    """Return where the piece from `start` on ends; more than `LONGEST_PIECE` characters follow."""
+    """Return the end of the piece from `start` on; more than `LONGEST_PIECE` characters must follow."""
     for border in range(start + LONGEST_PIECE, start, -1):
         if text[border] in " \n" and not text[border - 1].isspace():
             return border
@@ -238,7 +238,7 @@ def end_of_piece(text: str, start: int = 0) -> int:
 
 
 def byte_letters() -> dict[str, int]:
-    """Return the letters of byte-level tokenizers with their bytes; a printable byte is its own letter."""
+    """Return the byte of each letter of byte-level tokenizers; a printable byte is its own letter."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

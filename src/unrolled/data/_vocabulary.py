@@ -35,16 +35,16 @@ class Vocabulary(Checked):
     Attributes:
         kind: "text" (characters or bytes), "tokenizer" (of a language model), "bpe" (byte pairs of sentences
             to be translated), "image", "speech" or "ids" (plain numbers).
-        characters: of a text, in the order of their ids; None for the bytes of UTF-8.
-        tokenizer: the tokenizer of a language model, as the text of a `tokenizer.json`.
-        end: of a tokenizer, the id at the end of a document; None if there is none.
-        pieces: of byte pairs, the output of `BytePairs.to_json`.
-        shape: of an image, height and width, and 3 in colour.
-        units: of speech, what the ids stand for: phones, letters or words.
-        rate: of speech, samples per second.
-        n_mels: of speech, features of a frame.
-        counted: of speech, what an error rate counts: a "phone" or a "word". They have blanks between them.
-        data: name of the data set, for a text that of its file; None if unknown.
+        characters: for "text", the characters in the order of their ids; None for the bytes of UTF-8.
+        tokenizer: for "tokenizer", the text of a `tokenizer.json`.
+        end: for "tokenizer", the id that ends a document; None if there is none.
+        pieces: for "bpe", the output of `BytePairs.to_json`.
+        shape: for "image", the height and width, and then 3 for colour.
+        units: for "speech", what the ids stand for: phones, letters or words.
+        rate: for "speech", samples per second.
+        n_mels: for "speech", features of a frame.
+        counted: for "speech", the unit of the error rate: "phone" or "word". Blanks separate these units.
+        data: name of the data set, or of the file of a text; None if unknown.
 
     Raises:
         ValueError: a field has another type, or does not fit the kind.
@@ -83,7 +83,7 @@ class Vocabulary(Checked):
         return self.kind in ("text", "tokenizer")
 
     def attach(self, model: Model) -> Model:
-        """Make `model.save` write it next to the weights, as `vocabulary.json`; return the model."""
+        """Make `model.save` write this vocabulary too, as `vocabulary.json`; return the model."""
         model.documents[FILE_NAME] = asdict(self)
         return model
 
@@ -92,7 +92,7 @@ class Vocabulary(Checked):
         """Read `vocabulary.json`.
 
         Raises:
-            ValueError: there is none, or it is damaged.
+            ValueError: there is no such file, or it is damaged.
         """
         path = run_dir / FILE_NAME
         if not path.exists():
@@ -107,7 +107,7 @@ class Vocabulary(Checked):
         """Reject a model with another number of ids.
 
         Raises:
-            ValueError: the numbers differ.
+            ValueError: the numbers of ids differ.
         """
         size = vocab_size
         if self.kind == "text":
@@ -155,13 +155,13 @@ class Vocabulary(Checked):
             raise ValueError(f"{text!r} must be ids, whole numbers with spaces between") from error
 
     def decode(self, ids: Tensor) -> str:
-        """Return the text of ids [T], of byte pairs of sentences up to the end symbol."""
+        """Return the text of ids [T]; for byte pairs of sentences, up to the end symbol."""
         if self.kind == "bpe":
             return self._byte_pairs.decode(ids)
         if self.kind == "tokenizer":
             return self.text_tokenizer.decode(ids.tolist())
         if self.units is not None:
-            between = "" if " " in self.units else " "  # letters bring their blanks
+            between = "" if " " in self.units else " "  # letters include blanks
             return between.join(self.units[i] for i in ids.tolist())
         read = self.reader()
         return "".join(map(read, ids.tolist()))
@@ -172,7 +172,7 @@ class Vocabulary(Checked):
 
         Raises:
             ImportError: the library `tokenizers` is not installed.
-            ValueError: it is damaged.
+            ValueError: the tokenizer is damaged.
         """
         try:
             return TextTokenizer.of_json(self.tokenizer or "", self.end)
@@ -180,7 +180,7 @@ class Vocabulary(Checked):
             raise ValueError(f"the tokenizer in {FILE_NAME} is damaged: {error}") from error
 
     def byte_counts(self) -> Sequence[int] | None:
-        """Return how many bytes of UTF-8 each id stands for; None if that cannot be said of single ids."""
+        """Return how many bytes of UTF-8 each id stands for; None if this is not known for single ids."""
         if self.kind == "text":
             return [1] * 256 if self.characters is None else [len(x.encode()) for x in self.characters]
         contents = self.text_tokenizer.contents if self.kind == "tokenizer" else None
@@ -202,7 +202,7 @@ class Vocabulary(Checked):
         return torch.from_numpy(read_sound(path, self.rate)) / FULL_SCALE
 
     def features(self, path: str | Path) -> Tensor:
-        """Return what a model of speech reads of a sound file, [T, n_mels].
+        """Return the features of a sound file, the input of a model of speech, [T, n_mels].
 
         Raises:
             ImportError: a library of the extra `speech` is not installed.

@@ -1,4 +1,4 @@
-"""Which windows of a long sequence the rows of a training batch hold."""
+"""The windows of a long sequence that the rows of a training batch hold."""
 
 from typing import Literal, NamedTuple
 
@@ -7,15 +7,15 @@ import numpy as np
 from unrolled.data._permutation import permuted
 
 Order = Literal["random", "consecutive"]
-"""The order of training windows: drawn at random, or so that each row continues that of the batch before."""
+"""The order of training windows: random, or such that each row continues that of the previous batch."""
 
 
 class Windows(NamedTuple):
     """The windows of a batch.
 
     Attributes:
-        numbers: int64 [B].
-        continues: bool [B], whether a row goes on where the same row of the batch before ended.
+        numbers: int64 [B], the windows.
+        continues: bool [B], whether a row continues where the same row of the previous batch ended.
     """
 
     numbers: np.ndarray
@@ -23,12 +23,12 @@ class Windows(NamedTuple):
 
 
 def shuffled(size: int, places: np.ndarray, *key: int) -> np.ndarray:
-    """Return the windows at these places in an endless stream of epochs, each an order of its own.
+    """Return the windows at these places in an endless stream of epochs, each in its own random order.
 
     Args:
         size: number of windows.
         places: int64 [B].
-        key: what the order depends on, besides the number of the epoch.
+        key: integers that determine the orders, together with the number of the epoch.
     """
     epochs, offsets = places // size, places % size
     found = np.empty_like(places)
@@ -39,11 +39,11 @@ def shuffled(size: int, places: np.ndarray, *key: int) -> np.ndarray:
 
 
 def consecutive(size: int, *, step: int, batch_size: int, seed: int) -> Windows:
-    """Return the windows of batch `step` where every row reads on.
+    """Return the windows of batch `step` if every row continues that of the previous batch.
 
     With m = size // batch_size, row r of an epoch reads the windows o + r m to o + (r + 1) m - 1, one in each
-    batch, and begins anew in the next epoch. The offset o is drawn from (seed, epoch); after the last window
-    comes the first one, where a row begins anew too.
+    batch, and does not continue into the next epoch. The offset o is drawn from (seed, epoch). After the last
+    window of the sequence, a row reads the first one, and does not continue there either.
 
     Raises:
         ValueError: there are fewer windows than rows.

@@ -2,9 +2,9 @@
 
     inputs (x_t, m_t)        target x_i + x_j        m_i = m_j = 1, all others 0
 
-with x_t uniform in [0, 1), i drawn from the first half of the sequence and j from the second, as in most
-later work (Arjovsky et al. 2016, arXiv 1511.06464, section 4.2). Always predicting 1 has a mean squared error
-of 1/6.
+with x_t uniform in [0, 1), i drawn from the first half of the sequence, and j drawn from the second half, as
+in most later work (Arjovsky et al. 2016, arXiv 1511.06464, section 4.2). Always predicting 1 has a mean
+squared error of 1/6.
 """
 
 from dataclasses import dataclass

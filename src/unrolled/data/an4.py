@@ -41,14 +41,15 @@ Spoken = tuple[Samples, list[str]]
 class An4Dataset(EpochDataset):
     """The 948 utterances of the official training part, validated on the 130 of its test part.
 
-    Training batches hold utterances of about one length, and random bars of them are hidden.
+    The utterances of a training batch have similar lengths. Random bars of them are hidden, over time and
+    over frequency.
 
     Attributes:
-        units: what is to be written: "phones", as the dictionary has them for each word (the first of its
-            pronunciations), or "letters", with blanks between words.
+        units: what to predict: "phones", those of the first pronunciation of each word in the dictionary, or
+            "letters", with blanks between words.
         n_mels: features of a frame.
-        masks: bars over time, and over frequency, that are hidden of each training utterance; see
-            `unrolled.data._speech.hide`.
+        masks: number of bars over time, and of bars over frequency, that are hidden in each training
+            utterance; see `unrolled.data._speech.hide`.
         data_dir: the folder that holds `an4/`; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
 
     Raises:
@@ -91,7 +92,7 @@ class An4Dataset(EpochDataset):
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The phones or letters, and how features are made."""
+        """The phones or letters, and the sampling rate and the size of the features."""
         counted: Literal["phone", "word"] = "phone" if self.units == "phones" else "word"
         return Vocabulary(
             "speech",
@@ -128,7 +129,7 @@ def read_an4(archive: bytes) -> tuple[dict[Split, list[Spoken]], dict[str, list[
     """Read a tar archive: the utterances of both splits in their published order, and the phones of words.
 
     Raises:
-        ValueError: it is not such an archive, or its content is not what was published.
+        ValueError: `archive` is not a tar archive, or its content is not what was published.
     """
     digest, texts, sounds = hashlib.sha256(), {}, {}
     for match, content in read_archive(archive, MEMBER):

@@ -1,9 +1,9 @@
 """The associative recall of the Neural Turing Machine (arXiv 1410.5401, section 4.3).
 
     (next, v x 3) for each item, query, v x 3 of one item but the last, query, silence x 3
-                                                    targets at the silence: the item that followed that one
+                                                    targets at the silence: the item after the queried one
 
-with v random vectors of bits, 3 to an item, and the delimiters "next" and "query" on channels of their own.
+with random vectors v of bits, 3 for each item, and the delimiters "next" and "query" on separate channels.
 The default is the paper's: 2 to 6 items of 3 vectors of 6 bits.
 """
 
@@ -20,7 +20,7 @@ from unrolled.fields import Size
 
 @dataclass
 class AssociativeRecallDataset(BitsDataset):
-    """Lists of items; given one of them, the model recalls the next.
+    """Lists of items; given one of the items, the model recalls the next one.
 
     Attributes:
         n_bits: bits of a vector.

@@ -3,10 +3,10 @@ r"""bAbI: 20 tasks of small stories with questions, each answered by a word.
 Weston et al. 2015, "Towards AI-complete question answering", arXiv 1502.05698. The files are version
 1.2, which its authors at Facebook published under Creative Commons Attribution 3.0.
 
-A line of a file is `number sentence`, or `number question TAB answer TAB numbers of supporting sentences`;
-number 1 begins a story. A question is about the sentences of its story so far, without other questions. Words
-are read in lower case, without the stop or question mark. An answer of several words, as in tasks 8 and 19,
-is one symbol ("apple,milk").
+A line of a file is `number sentence`, or `number question TAB answer TAB numbers of supporting sentences`.
+Number 1 begins a story. A question is about the sentences of its story before it, without other questions.
+Words are read in lower case, without the full stop or question mark. An answer of several words, as in tasks
+8 and 19, is one symbol ("apple,milk").
 """
 
 import hashlib
@@ -35,7 +35,7 @@ FOLDER = Path("babi/tasks_1-20_v1-2/en-10k")
 FILE = re.compile(r"(?:.*/)?en-10k/qa(\d+)_[\w-]+_(train|test)\.txt")
 HELD_OUT = 10  # the last tenth of the stories of each task is for validation
 
-SHA256 = {  # of the training and then the test file of each task; of task 3 the test file alone
+SHA256 = {  # of the training file and then the test file of each task; for task 3, of the test file alone
     1: "f010667e5694cb120750d544cd532af3f0184fb7fa39fd9d10d20867187fb2d6",
     2: "3600385e6a8b8c6e605710eecc4f0941a1e46ed6c75a2aa6c62e24659ca52124",
     3: "17795c977100baf8188f386522ae301b62d6c1a13efc01b3aea781e588b4d57f",
@@ -66,10 +66,10 @@ class Line(NamedTuple):
     """One line of a story.
 
     Attributes:
-        words: in order.
-        answer: where the line is a question, else None.
-        supporting: where the line is a question, the numbers of the lines that its answer follows from, in
-            the order of the file.
+        words: the words in order.
+        answer: the answer if the line is a question, else None.
+        supporting: if the line is a question, the numbers of the lines from which its answer follows, in the
+            order of the file.
     """
 
     words: list[str]
@@ -85,11 +85,11 @@ class Questions(NamedTuple):
 
     Attributes:
         sentences: [S, J] word ids; -1 where there is no word.
-        asked: [N, J], the same.
+        asked: [N, J] word ids of the questions; -1 where there is no word.
         begin: [N].
         end: [N].
-        answers: [N].
-        facts: [N, F], the first F sentences that each answer follows from; -1 where there are fewer.
+        answers: [N] word ids.
+        facts: [N, F], the first F sentences from which each answer follows; -1 where there are fewer.
     """
 
     sentences: Tensor
@@ -102,19 +102,20 @@ class Questions(NamedTuple):
 
 @dataclass
 class BabiDataset(EpochDataset):
-    """The English tasks with 10,000 questions to train on, the last tenth of the stories kept for validation.
+    """The English tasks with 10,000 training questions each; the last tenth of the stories is for validation.
 
     Batches have `inputs [B, M + 1, J]`: M sentences of J words, the oldest first, and the question last;
-    `key_padding_mask` of the same shape is True at padding, of words and of whole sentences;
-    `targets [B]` are the answers, words too. M is that of the longest story in the batch.
+    `key_padding_mask` of the same shape is True at padding, both of words and of whole sentences;
+    `targets [B]` are the answers, which are word ids too. M is the number of sentences of the longest story
+    in the batch.
 
     With F = `supporting` of at least 1, `targets [B, 1 + F]` are the answer and then the places, from 0 to
-    M - 1, of the first F supporting sentences, in the order of the files: -100 if there are fewer, or a
-    sentence is beyond `memory_size`.
+    M - 1, of the first F supporting sentences, in the order of the files. A place is -100 if there are fewer
+    such sentences, or if the sentence is not among the last `memory_size`.
 
     Attributes:
-        tasks: numbers of the tasks, learned jointly; "all" for those whose files are found.
-        memory_size: the number of sentences kept of a story, its last ones.
+        tasks: numbers of the tasks, which are learned jointly; "all" for those whose files are found.
+        memory_size: maximum number of sentences of a story; of a longer story, the last ones are kept.
         data_dir: the folder that holds `babi/`; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
         supporting: F, the number of supporting sentences in the targets.
 
@@ -160,17 +161,17 @@ class BabiDataset(EpochDataset):
         return self._as_batch(self._splits[split], rows)
 
     def test_batches(self, batch_size: int, task: int | None = None) -> Iterator[Batch]:
-        """Yield the questions of the test files in order, of all tasks chosen or of one of them."""
+        """Yield the questions of the test files in order, of all chosen tasks or of one of them."""
         if task is not None and task not in self._test:
             raise ValueError(f"task is {task!r}, but the tasks of this data set are {self.tasks}")
         tasks = self.tasks if task is None else [task]
         return chain.from_iterable(self._all(self._test[int(each)], batch_size) for each in tasks)
 
     def encode(self, lines: Sequence[str]) -> Batch:
-        """Return a batch of one: sentences, and a question last; its target is a placeholder.
+        """Return a batch of one story: sentences, and a question last; the target is a placeholder.
 
         Raises:
-            ValueError: there is no sentence, an empty one, or a word that is not in the files.
+            ValueError: there is no sentence, or a line has no words, or a word that is not in the files.
         """
         if len(lines) < 2:
             raise ValueError(
@@ -214,7 +215,7 @@ class BabiDataset(EpochDataset):
         asked, begin, end, answers, facts = [], [], [], [], []
         for story in stories:
             first = len(sentences)
-            numbers: dict[int, int] = {}  # of a line of the story -> of the sentence
+            numbers: dict[int, int] = {}  # from lines of the story to sentences
             for number, (line, answer, supporting) in enumerate(story, 1):
                 if answer is None:
                     numbers[number] = len(sentences)
@@ -266,16 +267,16 @@ def unpack(archive: bytes) -> Files:
     """Read the files of a tar archive, however it is compressed.
 
     Raises:
-        ValueError: it is not such an archive, or the files are not those that were published.
+        ValueError: `archive` is not a tar archive, or the files are not those that were published.
     """
     return verified({match[0]: content for match, content in read_archive(archive, FILE)})
 
 
 def verified(found: dict[str, bytes]) -> Files:
-    """Take the files by task and part, all of those tasks of which there is a file.
+    """Return the files by task and part, for the tasks that have any, and check them.
 
     Raises:
-        ValueError: there is none, or one has changed.
+        ValueError: there is no file of a task, or a file has changed.
     """
     files: Files = {}
     for name, content in found.items():
@@ -295,7 +296,7 @@ def verified(found: dict[str, bytes]) -> Files:
 
 
 def chosen_tasks(tasks: Sequence[int] | Literal["all"], files: Files) -> list[int]:
-    """Return the numbers of the tasks to read, each of which has both files.
+    """Return the numbers of the tasks to read, which all have both files.
 
     Raises:
         ValueError: a number is not a task, is given twice, or has no files.

@@ -36,8 +36,9 @@ class Cifar10Dataset(ImageDataset):
     Red, green and blue of a pixel follow each other, so that an image is a sequence of 3,072 levels.
 
     Attributes:
-        subset: read 5,000 and 1,000 of them, 500 and 100 of each class, from `cifar10_subset.npz`, which must
-            be in the folder. Losses on these do not compare with published ones.
+        subset: read only 5,000 training and 1,000 test images (500 and 100 of each class) from
+            `cifar10_subset.npz`, which must be in the folder. Losses on this subset cannot be compared with
+            published ones.
         data_dir: the folder that holds `cifar10/`; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
 
     Raises:
@@ -73,7 +74,7 @@ def read_archive_of_all(archive: bytes) -> Photographs:
     """Read the official archive.
 
     Raises:
-        ValueError: it is not the published one.
+        ValueError: `archive` is not the published one.
     """
     found = hashlib.sha256(archive).hexdigest()
     if found != SHA256:
@@ -92,7 +93,7 @@ def read_subset(path: Path) -> Photographs:
     """Read the arrays `x_train`, `y_train`, `x_test` and `y_test` of a file.
 
     Raises:
-        ValueError: it has no such arrays.
+        ValueError: the file has no such arrays.
     """
     try:
         with np.load(io.BytesIO(read_file(path))) as arrays:

@@ -1,8 +1,8 @@
 """The copy task of Katharopoulos et al. 2020 (arXiv 2006.16236, §4.1.1): repeat a word of random symbols.
 
 With w a word of n random symbols and s a separator, a sequence is (w_1, ..., w_n, s, w_1, ..., w_n, s, ...).
-Only the second w can be predicted, so only it is a target. The default is the paper's: 10 symbols, a
-separator, at most 128 tokens; n is drawn from length / 4 to length / 2.
+Only the second w can be predicted, so only its symbols are targets. The default is the paper's: 10 symbols, a
+separator, at most 128 tokens. n is drawn from length / 4 to length / 2.
 """
 
 from dataclasses import dataclass

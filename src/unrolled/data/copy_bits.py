@@ -2,7 +2,7 @@
 
     start, v_1, ..., v_n, end, silence x n        targets at the silence: v_1, ..., v_n
 
-with v random vectors of bits, and start and end on channels of their own. The default is the paper's: 1 to 20
+with random vectors v of bits, and start and end on separate channels. The default is the paper's: 1 to 20
 vectors of 8 bits.
 """
 

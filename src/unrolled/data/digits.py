@@ -36,6 +36,6 @@ class DigitsDataset(ImageDataset):
                 f"the digits come with scikit-learn, which is not installed: {how_to_install('demo')}"
             ) from error
         images = torch.from_numpy(load_digits().images.astype(np.uint8))
-        # Drawn rather than cut: the order of the file may follow its writers.
+        # A random split, since the order of the file may follow the people who wrote the digits.
         order = torch.from_numpy(np.random.default_rng(0).permutation(len(images)))
         return {"train": images[order[:TRAIN_SIZE]], "val": images[order[TRAIN_SIZE:]]}

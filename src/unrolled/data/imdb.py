@@ -35,22 +35,22 @@ Reviews = dict[Split, list[tuple[int, bytes]]]
 class ImdbDataset(EpochDataset):
     """25,000 reviews to train on, validated on the 25,000 of the official test part; one label for each.
 
-    A review is cut off after `length` tokens, as in the long-range arena (Tay et al. 2020, arXiv 2011.04006,
-    section 2.2.2), whose tokens are bytes; a shorter one is padded at its end to the longest of its batch.
+    A review is cut off after `length` tokens, as in the Long Range Arena (Tay et al. 2020, arXiv 2011.04006,
+    section 2.2.2), whose tokens are bytes. A shorter review is padded at its end to the longest of its batch.
     The validation set is in a fixed random order, so that its first batches are a fair sample.
 
-    Words of the validation set can be left out or put in at random, always the same ones, in order to measure
-    how a model that was trained on whole reviews bears it.
+    Words of the validation reviews can be deleted or inserted at random, which measures how robust a model is
+    that was trained on whole reviews. The changes are the same each time.
 
     Attributes:
-        length: tokens per review at most.
-        level: "bytes" or "words", where a sign such as a full stop is a word too.
-        vocab_size: the most frequent words of the training reviews that are known, with one id for all others
-            8,000 by default; then the number of ids.
-        val_size: how many reviews to validate on, 25,000 at most.
-        deleted: share of the words of a validation review that are left out.
-        inserted: for each word that is left, the probability that a word of the same review, drawn at random,
-            is put before it.
+        length: maximum number of tokens of a review.
+        level: "bytes", or "words", where a sign such as a full stop is a word too.
+        vocab_size: for "words", the number of ids: one for each of the most frequent words of the training
+            reviews, and one for all other words; by default 8,000. For "bytes", leave it out.
+        val_size: number of reviews to validate on, at most 25,000.
+        deleted: probability with which each word of a validation review is deleted.
+        inserted: probability with which a random word of the same review is inserted before each word that
+            was not deleted.
         data_dir: the folder that holds `imdb/`; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
 
     Raises:
@@ -89,7 +89,7 @@ class ImdbDataset(EpochDataset):
         return Vocabulary("tokenizer", tokenizer=self.text_tokenizer.to_json(), data=self.name)
 
     def _edited(self, review: int) -> tuple[int, bytes]:
-        """Return the label and the text of a validation review, words left out and put in."""
+        """Return the label and the text of a validation review, with words deleted and inserted."""
         label, text = self._reviews["val"][review]
         if not (self.deleted or self.inserted):
             return label, text
@@ -123,7 +123,7 @@ def read_reviews(archive: bytes) -> Reviews:
     """Read the labelled reviews of a tar archive, however it is compressed.
 
     Raises:
-        ValueError: it is not such an archive, or the reviews are not those that were published.
+        ValueError: `archive` is not a tar archive, or the reviews are not those that were published.
     """
     found = {(match[1], match[2], int(match[3])): text for match, text in read_archive(archive, REVIEW)}
     digest = hashlib.sha256()

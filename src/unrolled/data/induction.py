@@ -4,7 +4,7 @@
 
 with s a special token, i drawn from 1 to T - 2, and random symbols x. Induction heads are the attention heads
 that complete "A B ... A" by B (Olsson et al. 2022, arXiv 2209.11895). The default is the paper's: 256 tokens
-of 16 ids, the special one included. The paper evaluates the trained models on up to 2^20 tokens. Guessing
+of 16 ids, including the special token. The paper evaluates the trained models on up to 2^20 tokens. Guessing
 symbols has an accuracy of 1 / n_symbols.
 """
 

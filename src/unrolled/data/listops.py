@@ -2,11 +2,12 @@
 
     [MAX 2 9 [MIN 4 7 ] 0 ]  ->  9
 
-An expression is a digit or an operator with expressions as arguments; its value is one of ten labels. The
-operators are the minimum, the maximum, the median (of an even number, the mean of the two in the middle,
-rounded down) and the sum modulo 10. As there, a node above the last level is an operator with probability
-0.25, with 2 to `arguments` arguments, all choices being uniform, and expressions outside of the range of
-lengths are drawn again (arXiv 2011.04006, section 2.2.1, and its published code).
+An expression is a digit, or an operator with expressions as arguments; its value is one of ten labels. The
+operators are the minimum, the maximum, the median (of an even number of values, the mean of the two in the
+middle, rounded down) and the sum modulo 10. As in the Long Range Arena (arXiv 2011.04006, section 2.2.1, and
+its published code), a node above the last level is an operator with probability 0.25, an operator has 2 to
+`arguments` arguments, all other choices are uniform, and expressions outside the range of lengths are drawn
+again.
 """
 
 import random
@@ -40,7 +41,7 @@ WORDS = [*map(str, range(10)), *OPERATORS, "]"]
 """The meaning of the ids; a digit has its own value."""
 FIRST_OPERATOR, END = 10, len(WORDS) - 1
 OPERATOR_PROBABILITY = 0.25
-ATTEMPTS = 200_000  # to draw an expression whose length is in the range
+ATTEMPTS = 200_000  # at drawing an expression whose length is in the range
 
 
 @dataclass
@@ -51,10 +52,10 @@ class ListopsDataset(DrawnDataset):
     guessing 0 is right in about a sixth of the cases.
 
     Attributes:
-        shortest: tokens of an expression at least.
-        length: tokens of an expression at most.
-        depth: levels of an expression at most; those of the last one are digits.
-        arguments: of an operator at most.
+        shortest: minimum number of tokens of an expression.
+        length: maximum number of tokens of an expression.
+        depth: maximum number of levels of an expression; the last level has only digits.
+        arguments: maximum number of arguments of an operator.
         val_size: examples of the validation set.
 
     Raises:

@@ -38,7 +38,7 @@ LABEL_FILES: dict[Split, PublishedFile] = {
     ),
 }
 MAGIC = {1: 0x0801, 3: 0x0803}
-"""Number that starts a file of unsigned bytes, by how many dimensions they have."""
+"""Number that starts a file of unsigned bytes, by its number of dimensions."""
 
 
 @dataclass

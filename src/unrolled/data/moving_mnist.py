@@ -1,9 +1,9 @@
 """Moving MNIST: follow one of the digits of a video, given its mask in the first frame.
 
 The videos are those of Srivastava, Mansimov and Salakhutdinov 2015, "Unsupervised Learning of Video
-Representations using LSTMs", arXiv 1502.04681, section 3.1: digits that move straight on and bounce off the
-borders; where they overlap, the brighter pixel is seen. The task is that of video object segmentation, as in
-Duke et al. 2021, "SSTVOS", arXiv 2101.08833, on DAVIS.
+Representations using LSTMs", arXiv 1502.04681, section 3.1. Digits move in a straight line and bounce off the
+borders; where they overlap, the brighter pixel is seen. The task is video object segmentation, as in Duke et
+al. 2021, "SSTVOS", arXiv 2101.08833, on DAVIS.
 """
 
 import math
@@ -24,24 +24,25 @@ from unrolled.data._files import read_published
 from unrolled.fields import Size
 
 SPEED = (2.0, 5.0)  # pixels from frame to frame
-SIDE = 28  # of a digit
-BELONGS = 128  # the least level of a pixel of the mask
+SIDE = 28  # height and width of a digit
+BELONGS = 128  # lowest level of a pixel that belongs to the mask
 
 
 @dataclass
 class MovingMnistDataset(DrawnDataset):
     """Videos of moving digits, cut into square patches.
 
-    A token is a patch; patches are in the order of frames, rows and columns. It has the levels of its pixels,
-    from 0 to 1, and then the mask of the digit to follow, 1 at its pixels, in the first frame only. Targets
-    are the masks in all later frames: `frames` (size / patch)^2 tokens, patch^2 bits each. Training
-    videos are drawn from the training images of MNIST, validation videos from its test images.
+    A token is a patch; patches are in the order of frames, rows and columns. A token has the levels of its
+    pixels, from 0 to 1, and then a mask, which is 1 at the pixels of the digit to follow in the first frame,
+    and 0 in all later frames. Targets are the masks in the later frames. A video has
+    `frames` (size / patch)^2 tokens with patch^2 target bits each. Training videos are drawn from the
+    training images of MNIST, validation videos from its test images.
 
     Attributes:
         frames: frames of a video.
         size: height and width of a frame in pixels.
-        patch: height and width of a patch, by which `size` must be divisible.
-        n_digits: digits in a video, of which one is to be followed.
+        patch: height and width of a patch; `size` must be divisible by it.
+        n_digits: digits in a video; one of them is to be followed.
         val_size: videos of the validation set.
         data_dir: the folder that holds `mnist/`; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
 
@@ -114,7 +115,7 @@ class MovingMnistDataset(DrawnDataset):
         return as_batch(inputs, self._patches(asked))
 
     def _paths(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """Draw where the upper left corner of each digit is in each frame: int [count, digits, frames, 2]."""
+        """Draw the upper left corner of each digit in each frame: int [count, digits, frames, 2]."""
         room = self.size - SIDE
         shape = (count, self.n_digits, 1)
         angle, speed = rng.uniform(0, 2 * math.pi, shape), rng.uniform(*SPEED, shape)

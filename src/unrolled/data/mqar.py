@@ -2,15 +2,17 @@
 
     k_1 v_1 k_2 v_2 ... k_P v_P  x ... x k_2 x ... x k_1 x ... x          target at each later k_i: v_i
 
-with P pairs of different keys and different values, and filler x. Ids below vocab_size // 2 are keys, the
-others values. Each key is asked for once, at a position 2 P + 2 g with 0 <= g < n = (T - 2 P) // 2. The g are
-drawn for k_1, k_2, ... in turn, without replacement, with probabilities proportional to (g + 1)^(a - 1): a
-small power a asks soon, a = 1 anywhere. There are no other targets.
+with P pairs of different keys and different values, and filler x. Ids below vocab_size // 2 are keys, all
+other ids are values. Each key is asked for once, at a position 2 P + 2 g with 0 <= g < n = (T - 2 P) // 2.
+The g are drawn for k_1, k_2, ... in turn, without replacement, with probabilities proportional to
+(g + 1)^(a - 1): with a small power a, keys are asked for soon; with a = 1, anywhere. There are no other
+targets.
 
-This is the authors' generator (github.com/HazyResearch/zoology, `multiquery_ar.py`) but for the filler. There
-it is any id; here it is any id but the example's keys, so that a key occurs in its pair and its query only.
-As there, the value does not follow the query in the inputs. The default is the smallest size of the paper's
-Figure 2. Recalling the values without their keys has an accuracy of 1 / P; any value, 2 / vocab_size.
+This is the authors' generator (github.com/HazyResearch/zoology, `multiquery_ar.py`) except for the filler.
+The authors' filler is any id; here it is any id but the keys of the example, so that a key occurs only in its
+pair and its query. As in the authors' generator, the value does not follow the query in the inputs. The
+default is the smallest size of the paper's Figure 2. Guessing one of the values of the example has an
+accuracy of 1 / P, and guessing any value an accuracy of 2 / vocab_size.
 """
 
 from dataclasses import dataclass
@@ -76,5 +78,5 @@ class MqarDataset(DrawnDataset):
         """Draw g for each key: [count, n_pairs]."""
         n = (self.length - 2 * self.n_pairs) // 2
         rate = np.arange(1.0, n + 1) ** (self.power - 1)
-        # The order in which exponential clocks of these rates ring is that of draws without replacement.
+        # Exponential clocks of these rates ring in the order of weighted draws without replacement.
         return (rng.exponential(size=(count, n)) / rate).argsort(axis=1)[:, : self.n_pairs]

@@ -1,7 +1,7 @@
 """Multi30k: 31,014 captions of photographs in English and German (Elliott et al. 2016, arXiv 1605.00459).
 
 The files are those of github.com/multi30k/dataset, task 1, neither tokenised nor lower-cased. They derive
-from Flickr30k, whose terms are theirs: research and education, nothing commercial.
+from Flickr30k, and have its terms: for research and education, not for commercial use.
 """
 
 from collections.abc import Sequence
@@ -46,16 +46,17 @@ Pairs = list[tuple[Tensor, Tensor]]  # ids of source and target, each with the e
 class Multi30kDataset(EpochDataset):
     """29,000 pairs of sentences to train on and 1,014 to validate, as byte pairs that both languages share.
 
-    The byte pairs are learned from the training text. Training batches hold sentences of about one length: of
-    `POOL` batches of an epoch, drawn at random, the pairs are sorted by length, cut into batches again, and
-    these are shuffled. Each epoch has every pair once.
+    The byte pairs are learned from the training text. The sentences of a training batch have similar lengths:
+    the pairs of `POOL` random batches of an epoch are sorted by length and cut into batches again, and these
+    batches are shuffled. Each epoch has every pair once.
 
     Attributes:
         direction: "en-de" translates into German, "de-en" into English.
-        vocab_size: number of ids, the end symbol 0 among them.
-        length: training pairs in which a sentence has more tokens are left out; the end symbol counts.
-        joined: pairs that follow one another and become one example, for longer sentences; a rest that is
-            too small is left out. The byte pairs are those of single sentences.
+        vocab_size: number of ids, including the end symbol, which is 0.
+        length: maximum number of tokens of a sentence, including the end symbol; training pairs with a longer
+            sentence are left out.
+        joined: number of consecutive pairs that are joined to one example, for longer sentences. Pairs at the
+            end that do not fill an example are left out. Byte pairs are learned from single sentences.
         data_dir: the folder that holds `multi30k/`; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
 
     Raises:
@@ -99,7 +100,7 @@ class Multi30kDataset(EpochDataset):
         return Vocabulary("bpe", pieces=self.pieces.to_json(), data=self.name)
 
     def sentences(self, part: str) -> tuple[list[str], list[str]]:
-        """Return the sentences of a part, `joined` at a time, and their translations; `PARTS` has the names.
+        """Return the sentences of a part in `PARTS`, `joined` at a time, and their translations.
 
         Raises:
             ValueError: there is no such part, or it has fewer than `joined` sentences, or a file is corrupt,
@@ -137,13 +138,13 @@ class Multi30kDataset(EpochDataset):
     def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
         """Return batch number `step` of the epochs drawn from `seed`, of pairs of about one length."""
         check_request(split, step, batch_size, seed)
-        lengths = self._lengths[split]  # by that of the target first, where each token costs most
+        lengths = self._lengths[split]  # sorted by the target first, whose tokens cost most
         rows = epoch_rows_by_length(lengths, step=step, batch_size=batch_size, seed=seed, pool=POOL)
         return self._rows(split, rows)
 
 
 def as_batch(pairs: Pairs) -> Batch:
-    """Lay pairs of ids side by side, each side padded at its end to the longest."""
+    """Make a batch of pairs of ids; each side is padded at its end to the longest."""
     sources, targets = zip(*pairs, strict=True)
     lengths = torch.tensor([len(source) for source in sources])
     inputs = torch.nn.utils.rnn.pad_sequence(list(sources), batch_first=True, padding_value=END_ID)
@@ -153,7 +154,7 @@ def as_batch(pairs: Pairs) -> Batch:
 
 
 def join(sentences: Sequence[str], n: int) -> list[str]:
-    """Join each n sentences that follow one another by a blank, without a rest."""
+    """Join every n consecutive sentences by blanks; fewer than n at the end are left out."""
     return [" ".join(sentences[i : i + n]) for i in range(0, len(sentences) - n + 1, n)]
 
 

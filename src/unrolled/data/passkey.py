@@ -4,9 +4,10 @@
                                            targets from the second marker on: w_1, ..., w_k
 
 with random digits w and a filler f that repeats one passage of `n_filler` different tokens. The passkey is at
-the depth m / n of the filler. The paper hides "The pass key is 12345." in repetitions of five sentences of 24
-words and full stops, and ends with "What is the pass key? The pass key is"; here a marker stands for each of
-the two. Guessing digits has an accuracy of 1 / n_symbols each.
+the depth m / n of the filler. The paper hides "The pass key is 12345." in repetitions of five sentences with
+24 words and full stops together, and ends with "What is the pass key? The pass key is"; here the marker
+stands for the words around the passkey in both places. Guessing has an accuracy of 1 / n_symbols for each
+digit.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
 """Pathfinder: are two points joined by a dashed line? (Linsley et al. 2018, arXiv 1805.08315)
 
-The task of the Long Range Arena (arXiv 2011.04006, section 2.2.5), with a generator of our own, so that
-accuracies do not compare with published ones. An image has two long dashed lines that do not touch and some
-short ones to distract, and two discs. They are at both ends of one long line (label 1), or at one end of each
-(label 0), equally far apart in both cases. Between two dashes, a line turns by an angle drawn from a normal
-distribution.
+The task of the Long Range Arena (arXiv 2011.04006, section 2.2.5), with another generator, so accuracies
+cannot be compared with published ones. An image has two long dashed lines that do not touch, some short lines
+to distract, and two discs. The discs are at both ends of one long line (label 1), or at one end of each long
+line (label 0), and equally far apart in both cases. Between two dashes, a line turns by an angle drawn from a
+normal distribution.
 """
 
 import math
@@ -27,13 +27,13 @@ DASH, GAP = 2.0, 1.3
 THICK, DISC = 0.55, 1.6
 """Radius of a line and of a disc, in pixels."""
 CLEAR = 2.6
-"""Distance of a line from the others, and from itself further on, in pixels."""
+"""Least distance of a line from other lines, and from other parts of itself, in pixels."""
 TURN = 0.35
 """Standard deviation of the angle between two dashes, in radians."""
 SAME = 0.5
-"""Difference at most, in pixels, between the distance of two discs and that of the ends of a line."""
-ATTEMPTS = 400  # to place a line, before the image is begun again
-IMAGES = 200  # begun at most
+"""Largest difference, in pixels, between the distance of two discs and that of the ends of a line."""
+ATTEMPTS = 400  # at placing a line, before the image is begun again
+IMAGES = 200  # maximum number of images that are begun
 
 Point = tuple[float, float]
 
@@ -44,8 +44,8 @@ class PathfinderDataset(DrawnDataset):
 
     Attributes:
         size: pixels of a side of the image; a sequence has `size` x `size` grey levels.
-        dashes: of the two long lines.
-        distractors: short lines, of a third as many dashes.
+        dashes: number of dashes of each of the two long lines.
+        distractors: number of short lines, which have a third as many dashes.
         val_size: examples of the validation set.
 
     Raises:
@@ -81,9 +81,9 @@ class PathfinderDataset(DrawnDataset):
         return painted([*((p, q, THICK) for p, q in segments), *((p, p, DISC) for p in discs)], self.size)
 
     def _apart(self, source: random.Random, distance: float) -> tuple[list[list[Point]], tuple[Point, Point]]:
-        """Draw lines and choose ends of both long ones that are as far apart as those of one would be.
+        """Draw lines, and choose an end of each long line such that the two are about `distance` apart.
 
-        Else the distance of the discs alone would tell the label in most cases.
+        Otherwise the distance of the discs alone would tell the label in most cases.
         """
         for _ in range(IMAGES):
             lines = self._lines(source)
@@ -94,7 +94,7 @@ class PathfinderDataset(DrawnDataset):
         raise self._too_small()
 
     def _lines(self, source: random.Random) -> list[list[Point]]:
-        """Draw the lines, the two long ones first, each as the ends of its dashes."""
+        """Draw the lines, the two long ones first; each line is a list of the ends of its dashes."""
         wanted = [self.dashes] * 2 + [max(1, self.dashes // 3)] * self.distractors
         for _ in range(IMAGES):
             lines: list[list[Point]] = []

@@ -1,7 +1,8 @@
-"""The digit of an image of MNIST, read pixel by pixel; in a permuted order, nothing near belongs together.
+"""Classify an image of MNIST that is read pixel by pixel, optionally in a permuted order.
 
 Le, Jaitly and Hinton 2015, "A Simple Way to Initialize Recurrent Networks of Rectified Linear Units", arXiv
-1504.00941, section 4.2. The order is drawn once, and is that of all images.
+1504.00941, section 4.2. The permutation is drawn once, and is the same for all images. In this order, pixels
+that are near in the sequence are not near in the image.
 """
 
 from dataclasses import dataclass

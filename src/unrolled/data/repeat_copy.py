@@ -3,8 +3,8 @@
     start, v_1, ..., v_n, repeats, silence x (n r + 1)
                                              targets at the silence: v_1, ..., v_n, r times, and end
 
-with v random vectors of bits. The channel of the repeats holds r, normalised to mean 0 and deviation 1 over
-the default range; the start and the end have channels of their own, and at the end all bits are 0. The
+with random vectors v of bits. The channel of the repeats holds r, normalised to mean 0 and standard deviation
+1 over the default range. The start and the end have separate channels, and at the end all bits are 0. The
 default is the paper's: 1 to 10 vectors of 8 bits, 1 to 10 times.
 """
 

@@ -1,8 +1,8 @@
 """Do two texts belong together? A substitute for the retrieval task of the Long Range Arena.
 
-There, two papers of the ACL Anthology Network are compared, and the label says whether one cites the other
-(arXiv 2011.04006, section 2.2.3). Here, a text is one half of an IMDb review, and the label says whether the
-second one goes on where the first one ends. Accuracies do not compare with published ones.
+In the Long Range Arena, two papers of the ACL Anthology Network are compared, and the label says whether one
+cites the other (arXiv 2011.04006, section 2.2.3). Here, each text is one half of an IMDb review, and the
+label says whether the second text continues the first. Accuracies cannot be compared with published ones.
 
     bytes of the first text, separator, bytes of the second text  ->  1 if both are of one review, else 0
 """
@@ -28,14 +28,15 @@ SEPARATOR = 256
 
 @dataclass
 class RetrievalDataset(EpochDataset):
-    """The first halves of 25,000 reviews to train on, validated on those of the 25,000 of the test part.
+    """25,000 pairs of half reviews to train on, validated on 25,000 pairs of the test part.
 
-    Half of them, drawn at random, come with their own second half, and the others with that of another review
-    of their split. Of each text, the `text_length` bytes next to the middle of its review are read. An
-    example is padded at its end to the longest of its batch.
+    Each review of a split gives one first half. A random half of the first halves come with the second half
+    of the same review, the others with the second half of another review of their split. Of each text, only
+    the `text_length` bytes next to the middle of its review are read. An example is padded at its end to the
+    longest of its batch.
 
     Attributes:
-        text_length: bytes of each text at most.
+        text_length: maximum number of bytes of each text.
         data_dir: the folder that holds `imdb/`; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
 
     Raises:
@@ -76,7 +77,7 @@ class RetrievalDataset(EpochDataset):
 
 
 def partners(count: int, split: Split) -> tuple[np.ndarray, np.ndarray]:
-    """Return whose first and whose second half each example has, in a fixed random order."""
+    """Return the reviews that give the first and the second half of each example, in a fixed random order."""
     rng = np.random.default_rng((0, split == "val"))
     own = rng.permutation(count)
     partner = own.copy()

@@ -2,12 +2,12 @@
 
     x_1 ... x_{T-n}, marker x n                    targets at the markers: w_1, ..., w_n
 
-where x is noise but for n places, drawn at random, which hold random symbols w_1, ..., w_n in this order.
-Since the distances vary, a model must select by content; at fixed distances, a convolution can copy. Jing et
-al. 2019 (arXiv 1706.02761) call it the denoise task.
+where x is noise except at n random places, which hold random symbols w_1, ..., w_n in this order. Since the
+distances vary, a model must select by content; at fixed distances, a convolution can copy. Jing et al. 2019
+(arXiv 1706.02761) call this the denoise task.
 
-The default has the paper's 16 ids (14 symbols, noise and marker) and 16 symbols to copy, in sequences of 256
-in place of 4,096, which is `length=4096`. Guessing symbols has an accuracy of 1 / n_symbols.
+The default has the paper's 16 ids (14 symbols, noise and marker) and 16 symbols to copy, but sequences of 256
+tokens; those of the paper have 4,096 (`length=4096`). Guessing symbols has an accuracy of 1 / n_symbols.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class SelectiveCopyDataset(DrawnDataset):
     """Unlimited random training examples, and a fixed validation set.
 
     Attributes:
-        length: inputs per example, T, the markers included; at least 2 n_tokens.
+        length: inputs per example, T, including the markers; at least 2 n_tokens.
         n_tokens: symbols to copy, n.
         n_symbols: distinct symbols; their ids are 0 to n_symbols - 1, noise is n_symbols, and the marker
             n_symbols + 1.

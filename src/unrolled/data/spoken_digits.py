@@ -1,7 +1,7 @@
 """Spoken digits: several recordings of the Free Spoken Digit Dataset, one after the other (Jackson 2016).
 
-It has 3,000 recordings at 8 kHz of six people who say the digits from zero to nine in English, each 50 times.
-Recordings 5 to 49 are for training and 0 to 4 for testing. The terms are those of CC BY-SA 4.0.
+The dataset has 3,000 recordings at 8 kHz of six people who say the digits from zero to nine in English, each
+50 times. Recordings 5 to 49 are for training and 0 to 4 for testing. The licence is CC BY-SA 4.0.
 """
 
 import hashlib
@@ -33,21 +33,21 @@ TESTED = 5  # recordings of a digit and a speaker that are for testing
 PAUSE = (0.05, 0.3)  # seconds between two digits
 
 Recordings = dict[str, list[list[Samples]]]
-"""Of each speaker, the recordings of each digit."""
+"""For each speaker, the recordings of each digit."""
 
 
 @dataclass
 class SpokenDigitsDataset(DrawnDataset):
-    """Unlimited random training utterances, and fixed ones of other recordings to validate.
+    """Unlimited random training utterances, and a fixed validation set made of other recordings.
 
-    An utterance has 1 to `most` digits of one speaker, each number of digits equally often, with pauses of
-    0.05 to 0.3 seconds. Random bars of training utterances are hidden.
+    An utterance has 1 to `most` digits of one speaker, with pauses of 0.05 to 0.3 seconds; every number of
+    digits is equally frequent. Random bars of training utterances are hidden, over time and over frequency.
 
     Attributes:
-        most: digits of an utterance at most.
+        most: maximum number of digits of an utterance.
         n_mels: features of a frame.
-        masks: bars over time, and over frequency, that are hidden of each training utterance; see
-            `unrolled.data._speech.hide`.
+        masks: number of bars over time, and of bars over frequency, that are hidden in each training
+            utterance; see `unrolled.data._speech.hide`.
         val_size: utterances of the validation set.
         data_dir: the folder that holds `fsdd/`; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
 
@@ -72,7 +72,7 @@ class SpokenDigitsDataset(DrawnDataset):
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The words of the digits, and how features are made."""
+        """The words of the digits, and the sampling rate and the size of the features."""
         return Vocabulary(
             "speech", units=WORDS, rate=RATE, n_mels=self.n_mels, counted="word", data=self.name
         )
@@ -107,7 +107,7 @@ def read_recordings(archive: bytes) -> Recordings:
     """Read a tar archive of the recordings, however it is compressed.
 
     Raises:
-        ValueError: it is not such an archive, or its recordings are not those that were published.
+        ValueError: `archive` is not a tar archive, or its recordings are not those that were published.
     """
     files = {(match[2], int(match[1]), int(match[3])): x for match, x in read_archive(archive, MEMBER)}
     digest, found = hashlib.sha256(), dict[str, list[list[Samples]]]()

@@ -22,7 +22,7 @@ from unrolled.fields import Size
 
 Level = Literal["chars", "bytes", "bpe", "words", "blanks"]
 TOKENS = {"chars": "characters", "bytes": "bytes"}
-"""What the tokens of levels are called whose number follows from the text."""
+"""The names of the tokens, for the levels at which the text determines their number."""
 
 Part = TypeVar("Part", str, np.ndarray)
 
@@ -54,28 +54,28 @@ KNOWN = {
 
 @dataclass
 class TextDataset(BaseDataset):
-    """One long text: windows to train on, and its end or another file in consecutive windows to validate.
+    """A long text, in windows: the beginning to train on, and its end or another file to validate.
 
-    As bytes, a file is read unchanged. Otherwise it must be UTF-8; a byte-order mark is dropped and every
-    line end becomes a newline. `characters` lists the characters of both splits in the order of their ids,
-    and `text_tokenizer` encodes byte pairs or words; each is None with the other levels. Byte pairs and words
-    are learned from the training part, again whenever the data set is made, and are always the same. Line
-    breaks are words too, and a word that is not known is "<unk>".
+    With the level "bytes", the file is read unchanged. Otherwise it must be UTF-8; a byte-order mark is
+    dropped and every line end becomes a newline. `characters` lists the characters of both splits in the
+    order of their ids, for the level "chars" only; `text_tokenizer` encodes byte pairs or words, and is None
+    for "chars" and "bytes". Byte pairs and words are learned from the training part each time the data set is
+    made, and are always the same. A line break is a word too, and a word without an id of its own is "<unk>".
 
     Attributes:
-        path: a file, decompressed if it ends in `.gz`, or one of the known names "tiny-shakespeare",
+        path: a file, decompressed if its name ends in `.gz`, or one of the known names "tiny-shakespeare",
             "war-and-peace", "wikitext-2-valid" and "wikitext-2-test".
-        level: "chars", "bytes", "bpe" (byte pairs), "words", where each sign such as a full stop is a word,
-            or "blanks", where words are what stands between blanks, as in WikiText.
+        level: "chars" (characters), "bytes", "bpe" (byte pairs), "words" (a sign such as a full stop is a
+            word too) or "blanks" (a word is what stands between blanks, as in WikiText).
         length: tokens per window, T.
         val_fraction: the fraction at the end of the text that is held out for validation.
-        val_path: in place of it, a second file that is all for validation.
+        val_path: a second file to validate on, in place of the end of the first.
         data_dir: the folder of known texts; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
-        vocab_size: byte pairs to learn at most, at least 257, by default 8,000; or the words that are known,
-            by default those that occur twice; then the number of ids. It follows from the text at the other
-            levels.
-        order: "random" draws training windows with replacement; "consecutive" lets each row of a batch read
-            on where the same row of the batch before ended.
+        vocab_size: for "bpe", the largest number of ids, at least 257 and by default 8,000. For "words" and
+            "blanks", the largest number of ids, one of which is "<unk>"; by default, each word that occurs at
+            least twice has an id. For the other levels, the text determines it.
+        order: "random" draws training windows with replacement; with "consecutive", each row of a batch
+            continues where the same row of the previous batch ended.
 
     Raises:
         ImportError: `level` is "bpe", "words" or "blanks" and the library `tokenizers` is not installed.
@@ -138,12 +138,12 @@ class TextDataset(BaseDataset):
         return Codec(self.characters).decode(ids)
 
     def epoch_size(self, split: Split) -> int:
-        """Return the number of consecutive windows that cover a split, the last one perhaps in part."""
+        """Return the number of consecutive windows that cover a split; the last may be incomplete."""
         check_split(split)
         return -(-(len(self._ids[split]) - 1) // self.length)
 
     def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
-        """Return windows of the split, determined by (seed, step): see `order`."""
+        """Return windows of the split, which (seed, step) and `order` determine."""
         check_request(split, step, batch_size, seed)
         ids = self._ids[split]
         continues = None
@@ -160,7 +160,7 @@ class TextDataset(BaseDataset):
     def eval_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield consecutive windows in which every token of the split but its first is a target exactly once.
 
-        The last window is filled up with `IGNORED` targets, so average losses over targets, not over windows.
+        The last window is padded with `IGNORED` targets, so average losses over targets, not over windows.
         """
         check_batch_size(batch_size)
         return self._consecutive(self._ids["val"], batch_size)
@@ -176,7 +176,7 @@ class TextDataset(BaseDataset):
             yield Batch(inputs, targets)
 
     def _read(self) -> dict[Split, np.ndarray]:
-        """Return the ids of both splits, in the smallest integer type, and set what they mean."""
+        """Return the ids of both splits in the smallest integer type; set the attributes that decode them."""
         names = (
             {"path": self.path} if self.val_path is None else {"path": self.path, "val_path": self.val_path}
         )
@@ -194,7 +194,7 @@ class TextDataset(BaseDataset):
         return self._parts(np.split(ids, [len(text) for text in texts[:-1]]))
 
     def _found(self, vocab_size: int) -> None:
-        """Set the number of ids that follows from the text."""
+        """Set `vocab_size` to the number of ids that the text has."""
         if self.vocab_size not in (None, vocab_size):
             raise ValueError(
                 f"vocab_size is {self.vocab_size}, but {self.path} has {vocab_size} {TOKENS[self.level]}: "
@@ -203,7 +203,7 @@ class TextDataset(BaseDataset):
         self.vocab_size = vocab_size
 
     def _parts(self, contents: Sequence[Part]) -> dict[Split, Part]:
-        """Return the two contents, or cut the only one, for the splits."""
+        """Return the two contents as the splits, or cut the only content in two."""
         if len(contents) == 2:
             return {"train": contents[0], "val": contents[1]}
         (whole,) = contents

@@ -1,4 +1,4 @@
-"""Tokenised corpora of any size: shards that `unrolled tokenize` wrote, mapped into memory."""
+"""Tokenised corpora of any size, as memory-mapped shards that `unrolled tokenize` wrote."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,24 +25,24 @@ from unrolled.fields import Positive, Size
 class TokensDataset(BaseDataset):
     """Folders of `unrolled tokenize`, cut into windows of consecutive tokens.
 
-    Window i of a split has the tokens i T to i T + T, the last of them only as a target. An epoch has each
-    window once, in an order that is computed and never stored. Nothing but the windows that are read comes
-    into memory. In a mixture, each row of a batch comes from a corpus drawn by weight, and each corpus has
-    epochs of its own.
+    Window i of a split has the tokens i T to i T + T; the last of them is only a target. An epoch has each
+    window once, in an order that is computed and never stored. Only the windows that are read come into
+    memory. In a mixture, each row of a batch comes from a corpus drawn by weight, and each corpus has its own
+    epochs.
 
     Attributes:
-        path: a folder of `unrolled tokenize`; or several with their weights, as in
-            `{books: 0.7, code: 0.3}`, of which only the ratios count.
+        path: a folder of `unrolled tokenize`, or several folders with weights, as in
+            `{books: 0.7, code: 0.3}`; only the ratios of the weights count.
         length: tokens per window, T.
-        documents: "joined" lets a window see all its tokens; with "separate", no token sees another document,
-            and the first token of a document is not predicted.
-        order: "random", or "consecutive", which lets each row of a batch read on where the same row of the
-            batch before ended.
+        documents: with "joined", a token sees all tokens before it in its window; with "separate", no token
+            sees another document, and the first token of a document is not predicted.
+        order: "random", or "consecutive", where each row of a batch continues where the same row of the
+            previous batch ended.
 
     Raises:
         ImportError: the library `tokenizers` is not installed.
-        ValueError: an option is impossible, a folder is no such corpus, is not finished or is damaged, a
-            split is too short, or the corpora have different tokenizers.
+        ValueError: an option is impossible, a folder is not a finished corpus or is damaged, a split is too
+            short, or the corpora have different tokenizers.
     """
 
     path: str | Path | Annotated[dict[str, Positive], MinLen(1)] = ""
@@ -86,18 +86,18 @@ class TokensDataset(BaseDataset):
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The tokenizer, under the name of the folder, of the first one in a mixture."""
+        """The tokenizer, under the name of the folder; in a mixture, under that of the first folder."""
         tokenizer = self._corpus.tokenizer
         name = self._corpus.folder.resolve().name
         return Vocabulary("tokenizer", tokenizer=tokenizer.to_json(), end=tokenizer.end, data=name)
 
     def epoch_size(self, split: Split) -> int:
-        """Return the number of windows of a split, the last one of each corpus perhaps in part."""
+        """Return the number of windows of a split; the last window of each corpus may be incomplete."""
         check_split(split)
         return sum(-(-(len(ids) - 1) // self.length) for ids in self._ids[split])
 
     def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:
-        """Return windows of the split, determined by (seed, step): see `order`."""
+        """Return windows of the split, which (seed, step) and `order` determine."""
         check_request(split, step, batch_size, seed)
         every = self._ids[split]
         sizes = [(len(ids) - 1) // self.length for ids in every]
@@ -117,8 +117,8 @@ class TokensDataset(BaseDataset):
     def eval_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield consecutive windows in which every token of the split but its first is a target once.
 
-        With separate documents, the first token of each is none. The last window of each corpus is filled up
-        with `IGNORED` targets, so average losses over targets, not over windows.
+        With separate documents, the first token of each document is not a target. The last window of each
+        corpus is padded with `IGNORED` targets, so average losses over targets, not over windows.
         """
         check_batch_size(batch_size)
         return self._evaluation(batch_size)
@@ -129,7 +129,7 @@ class TokensDataset(BaseDataset):
             yield self._batch(group, None)
 
     def _batch(self, rows: list[tuple[Ids, int]], continues: np.ndarray | None) -> Batch:
-        """Read the windows that begin at these places."""
+        """Make a batch of the windows that begin at these places."""
         inputs = torch.zeros(len(rows), self.length, dtype=torch.long)
         targets = torch.full_like(inputs, IGNORED)
         bounds: list[np.ndarray] = []
@@ -155,7 +155,7 @@ class TokensDataset(BaseDataset):
         )
 
     def _goes_on(self, rows: list[tuple[Ids, int]], continues: np.ndarray | None) -> np.ndarray | None:
-        """Return which rows go on, without those that begin with a document."""
+        """Return which rows continue, without those that begin with a new document."""
         if continues is None:
             return None
         return continues & [not len(ids.starts(start, start + 1)) for ids, start in rows]

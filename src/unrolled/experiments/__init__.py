@@ -1,7 +1,7 @@
-"""Experiments that reproduce claims of the sources: a YAML file each, and the results that were obtained.
+"""Experiments that check claims of papers, each a YAML file, and the results that come with the library.
 
-`names()` lists them, and `unrolled reproduce` runs them. A file of your own has the same form; its keys are
-the attributes of `Experiment`.
+`names()` lists the experiments, and `unrolled reproduce` runs them. A file of your own has the same form; its
+keys are the attributes of `Experiment`.
 """
 
 import json
@@ -38,10 +38,10 @@ def names() -> list[str]:
 
 
 def path(name: str) -> Path:
-    """Return the file of an experiment, by its name, or the file itself.
+    """Return the file of an experiment that is given by its name, or by the .yaml file itself.
 
     Raises:
-        ValueError: there is neither.
+        ValueError: there is no experiment of this name, and it is not a .yaml file.
     """
     if name.endswith((".yaml", ".yml")):
         return Path(name)
@@ -53,7 +53,7 @@ def path(name: str) -> Path:
 
 
 def obtained(name: str) -> dict[str, Any] | None:
-    """Return the results of an experiment at the scale "full" that come with the library, if any do."""
+    """Return the results at the scale "full" that come with the library; None if there are none."""
     file = _HERE / "results" / f"{name}.json"
     if not file.exists():
         return None

@@ -1,4 +1,4 @@
-"""What an experiment is: the claim, who contends, and what is expected."""
+"""The definition of an experiment: its claim, its contenders and its expectations."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -13,7 +13,7 @@ SMOKE = "smoke"
 """The scale of tests: two steps of every contender."""
 SEED = "train.seed"
 SPECTRUM = "spectrum"
-"""In a further evaluation: the layer whose attention matrices are measured."""
+"""The key of a further evaluation that names the layer whose attention matrices are measured."""
 _KINDS = {
     **dict.fromkeys(("base", "contenders", "budget", "published", "sweep", "evaluate", "scales"), dict),
     **dict.fromkeys(("expect", "seeds"), list),
@@ -24,7 +24,7 @@ _TWO_STEPS = {"train.steps": 2, "train.seconds": None, "train.eval_batches": 1, 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to train a model: settings in the form `model.attention`, over those of the experiment."""
+    """One of the models that are compared: settings like `model.attention` that override the experiment's."""
 
     name: str
     settings: Mapping[str, Any]
@@ -40,39 +40,42 @@ class Trial:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What differs from the settings of the contender; a swept seed is the seed."""
+        """The settings besides those of the contender: the swept values and the seed, unless it is swept."""
         return {**self.swept, SEED: self.swept.get(SEED, self.seed)}
 
     @property
     def folder(self) -> Path:
-        """Where it lies below the folder of the experiment, such as "linear/lr=0.001,seed=0"."""
+        """The run folder, relative to that of the experiment, such as "linear/lr=0.001,seed=0"."""
         parts = [f"{key.rpartition('.')[2]}={value}" for key, value in self.settings.items()]
         return Path(self.contender, ",".join(parts))
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """An experiment; the fields are those of its file, but for `name`, which is that of the file.
+    """An experiment. Its fields are the keys of its file, except `name`, which is the name of the file.
 
     Attributes:
-        claim: what the source says, in one sentence.
-        paper: the source: authors and year, arXiv number, where in it.
-        base: the settings of every run, the sections of a file for `unrolled train`.
-        contenders: by their names, settings that differ from `base`, such as `{model.attention: softmax}`, or
-            another section as a whole, such as `model` for another kind of model.
+        claim: the claim of the paper, in one sentence.
+        paper: the paper: authors and year, arXiv number, and the place in it.
+        base: the settings of every run, as the sections of a file for `unrolled train`.
+        contenders: for each contender by name, the settings that differ from `base`, such as
+            `{model.attention: softmax}`, or a whole section, such as `model` for another kind of model.
         budget: minutes of one core, by scale.
-        expect: comparisons of what was measured; see `expressions.Expectation`.
-        published: by contender, what the source reports, as text.
-        sweep: settings with several values, each tried with the first seed; the value with the lowest
-            validation loss goes on with the others. Values of `train.seed` are restarts, of which only the
-            best counts.
-        seeds: of `train.seed`; the mean over them counts.
-        evaluate: further evaluations of the trained models, by name: settings that differ, of the data or of
-            the model where it needs no other weights; or `spectrum`, the number of a layer, from 1, whose
-            attention matrices are measured (`spectral_mass`) in place of what the task has.
-        scales: by name, settings, `seeds` and `sweep` that differ; "full" by default is none.
-        horizontal: of the plot, "step" or "seconds" of training, or "evaluate", the further evaluations.
-        finding: what the results say, and why something does not hold, as far as it is known.
+        expect: comparisons of measured values; see `expressions.Expectation`.
+        published: the result that the paper reports for each contender, as text.
+        sweep: settings with several values. Each value is tried with the first seed, and the value with the
+            lowest validation loss is used for the other seeds. Values of `train.seed` are restarts, of which
+            only the best one counts.
+        seeds: values of `train.seed`; the result is the mean over them.
+        evaluate: further evaluations of the trained models, by name. Each has other settings of the data, or
+            of the model if they fit the trained weights; or it has `spectrum`, the number of a layer,
+            counted from 1, whose attention matrices are measured (`spectral_mass`) instead of the measures of
+            the task.
+        scales: for each scale by name, the settings, `seeds` and `sweep` that differ; by default, there is
+            only the scale "full", without differences.
+        horizontal: horizontal axis of the plot: "step" or "seconds" of training, or "evaluate" for the
+            further evaluations.
+        finding: what the results show, and why an expectation does not hold, as far as it is known.
     """
 
     name: str
@@ -98,14 +101,14 @@ class Experiment:
 
     @property
     def expectations(self) -> list[Expectation]:
-        """What is expected, parsed."""
+        """The parsed expectations."""
         return [Expectation.parse(text, self.contenders, self.evaluate) for text in self.expect]
 
     def at(self, scale: str) -> "Experiment":
-        """Return the experiment at a scale, its settings being part of `base`.
+        """Return the experiment at a scale, whose settings are merged into `base`.
 
         Raises:
-            ValueError: it has no such scale.
+            ValueError: the experiment has no such scale.
         """
         if scale == SMOKE:
             changes: dict[str, Any] = {"seeds": self.seeds[:1]} | _TWO_STEPS
@@ -123,7 +126,7 @@ class Experiment:
         return Experiment(**values | {"base": merged(self.base, changes)})
 
     def values(self, trial: Trial) -> dict[str, Any]:
-        """Return the sections of the settings of a run."""
+        """Return the settings of a run, by section."""
         found = merged(self.base, self.contenders[trial.contender])
         return merged(found, trial.settings)
 
@@ -134,12 +137,12 @@ class Experiment:
 
 
 def _not_overridden(settings: Mapping[str, Any], scale: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop what a scale sets for all, such as the number of steps."""
+    """Drop the settings that a scale sets for all contenders, such as the number of steps."""
     return {key: value for key, value in settings.items() if key not in scale}
 
 
 def merged(sections: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sections with settings such as `model.attention` in their places, or another whole section."""
+    """Return sections in which settings such as `model.attention`, or whole sections, are replaced."""
     found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in sections.items()}
     for key, value in settings.items():
         section, _, name = key.partition(".")
@@ -151,7 +154,7 @@ def merged(sections: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str
 
 
 def made_of(values: Mapping[str, Any], source: Path) -> Experiment:
-    """Make an experiment of the values of its file.
+    """Make an experiment from the values in its file.
 
     Raises:
         ValueError: a key is unknown or missing, a value has another type, or an expectation is wrong.
@@ -187,7 +190,7 @@ def made_of(values: Mapping[str, Any], source: Path) -> Experiment:
             given[name] = tuple(given[name])
     experiment = Experiment(source.stem, **given)
     try:
-        experiment.expectations  # noqa: B018  # which parses them
+        experiment.expectations  # noqa: B018  # parses them
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
     return experiment

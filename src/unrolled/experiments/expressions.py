@@ -1,4 +1,4 @@
-"""What an experiment expects: comparisons such as `loss["linear"] - loss["softmax"] < 0.05`."""
+"""The expectations of an experiment: comparisons such as `loss["linear"] - loss["softmax"] < 0.05`."""
 
 import ast
 import operator
@@ -19,7 +19,7 @@ MEASURES = (
     "seconds_per_step",
     "parameters",
 )
-"""What can be compared; see `results.Results`."""
+"""The measures that can be compared; see `results.Results`."""
 BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -35,19 +35,19 @@ COMPARE: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
 FUNCTIONS: dict[str, Callable[..., float]] = {"abs": abs, "min": min, "max": max}
 
 Value = Callable[[str, str, str | None], float | None]
-"""Gives a measure of a contender, of the validation split or of a further evaluation; None if unknown yet."""
+"""Returns a measure of a contender, in a further evaluation if one is named; None if not known yet."""
 
 
 class _UnknownError(Exception):
-    """A run that an expectation needs has not ended."""
+    """A run that an expectation needs has not ended yet."""
 
 
 @dataclass(frozen=True)
 class Expectation:
     """A comparison of two sides.
 
-    A side has numbers, + - * /, abs, min, max, and `measure["contender"]` or, of one of the further
-    evaluations, `measure["contender", "evaluation"]`; `mean(measure)` is the mean over all contenders.
+    A side consists of numbers, + - * /, abs, min, max, and `measure["contender"]`, or for a further
+    evaluation `measure["contender", "evaluation"]`; `mean(measure)` is the mean over all contenders.
     """
 
     text: str
@@ -62,7 +62,7 @@ class Expectation:
         """Parse a comparison.
 
         Raises:
-            ValueError: it is none, or names what does not exist.
+            ValueError: the text is not a comparison, or names something that does not exist.
         """
         try:
             found = ast.parse(str(text), mode="eval").body
@@ -76,7 +76,7 @@ class Expectation:
         return cls(str(text), found.left, type(found.ops[0]), found.comparators[0])
 
     def judge(self, value: Value) -> tuple[bool | None, tuple[float, float] | None]:
-        """Return whether it holds, and both sides; None for what is not known yet."""
+        """Return whether the expectation holds, and both sides; None and None if this is not known yet."""
         try:
             sides = _number(self.left, value), _number(self.right, value)
         except _UnknownError:
@@ -86,7 +86,7 @@ class Expectation:
 
 @dataclass
 class _Means(ast.NodeTransformer):
-    """Writes out `mean(measure)`: the sum over the contenders by their number."""
+    """Replaces `mean(measure)` by the sum over the contenders, divided by their number."""
 
     contenders: Collection[str]
 
@@ -141,7 +141,7 @@ def _place(node: ast.Subscript) -> tuple[Any, Any]:
 def _number(node: ast.expr, value: Value) -> float:
     match node:
         case ast.Constant(value=x):
-            return float(x)  # type: ignore[arg-type]  # `_check` has seen that it is a number
+            return float(x)  # type: ignore[arg-type]  # a number, as `_check` has made sure
         case ast.UnaryOp(operand=x):
             return -_number(x, value)
         case ast.BinOp(left=x, op=op, right=y):

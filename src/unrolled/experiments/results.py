@@ -1,4 +1,4 @@
-"""What the runs of an experiment add up to: means, standard errors, and which expectations hold."""
+"""The results of the runs of an experiment: means, standard errors, and which expectations hold."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,8 @@ from unrolled.experiments.definition import Experiment, Trial
 from unrolled.experiments.expressions import MEASURES
 
 Figures = Mapping[str, Any]
-"""What was measured of a run: `MEASURES`, and under "evaluations" those of each further evaluation. What it
-does not have is None or left out."""
+"""The figures of a run: the `MEASURES`, and under "evaluations" those of each further evaluation. A measure
+that the run does not have is None or left out."""
 
 Table = tuple[list[str], list[list[str]]]
 """A header and lines, as text."""
@@ -22,14 +22,14 @@ BESIDE = ("loss", "accuracy", "bleu", "spectral_mass")
 
 
 class Mean(NamedTuple):
-    """The mean over the seeds and its standard error, None of one seed."""
+    """The mean over the seeds and its standard error, which is None for a single seed."""
 
     mean: float
     error: float | None
 
 
 class Verdict(NamedTuple):
-    """An expectation, whether it holds, and the values of both sides; None where runs are missing."""
+    """An expectation, whether it holds, and the values of both sides; both are None if runs are missing."""
 
     text: str
     held: bool | None
@@ -41,36 +41,36 @@ class Results:
     """The runs of an experiment, at one scale, that have ended.
 
     Attributes:
-        experiment: at this scale.
-        runs: their figures, by their folders; see `Trial.folder`.
+        experiment: the experiment at this scale.
+        runs: the figures of the runs, by their folders; see `Trial.folder`.
     """
 
     experiment: Experiment
     runs: Mapping[Path, Figures]
 
     def figures(self, trial: Trial) -> Figures | None:
-        """Return what was measured of a run, None if it has not ended."""
+        """Return the figures of a run; None if it has not ended."""
         return self.runs.get(trial.folder)
 
     def best(self, contender: str) -> Trial | None:
-        """Return the swept run of a contender with the lowest loss; None until all of them have ended."""
+        """Return the swept run of a contender with the lowest loss; None until all swept runs have ended."""
         tried = {trial.folder: trial for trial in self.experiment.sweeps(contender)}
         if not tried.keys() <= self.runs.keys():
             return None
         return tried[min(tried, key=lambda folder: _known(self.runs[folder]["loss"]))]
 
     def seeds(self, contender: str) -> list[Trial]:
-        """List the runs of a contender with the best of the swept settings, one for each seed."""
+        """List the runs of a contender with the best values of the swept settings, one for each seed."""
         best = self.best(contender)
         return [] if best is None else [Trial(contender, best.swept, x) for x in self.experiment.seeds]
 
     def trials(self, contender: str) -> list[Trial]:
-        """List all runs of a contender that are known to be needed."""
+        """List all runs of a contender that are needed, as far as this is known."""
         tried = [*self.experiment.sweeps(contender), *self.seeds(contender)]
         return list({trial.folder: trial for trial in tried}.values())
 
     def mean(self, measure: str, contender: str, evaluation: str | None = None) -> Mean | None:
-        """Average a measure over the seeds that have ended; None if there is none."""
+        """Average a measure over the seeds that have ended; None if none has, or one lacks the measure."""
         found: list[float] = []
         for trial in self.seeds(contender):
             if (figures := self.figures(trial)) is not None:
@@ -81,7 +81,7 @@ class Results:
         return mean_of(found) if found else None
 
     def verdicts(self) -> list[Verdict]:
-        """Judge the expectations; those that need a run which has not ended are open."""
+        """Judge the expectations; an expectation that needs a run that has not ended is not known yet."""
 
         def value(measure: str, contender: str, evaluation: str | None) -> float | None:
             ended = [self.figures(trial) is not None for trial in self.seeds(contender)]
@@ -116,7 +116,7 @@ class Results:
         return ["contender", "evaluation", *map(_words, measures)], lines
 
     def tried(self) -> Table:
-        """Return a header and a line for each contender: its loss at each choice of the swept settings."""
+        """Return a header and a line for each contender, with its loss at each choice of swept settings."""
         sweep, lines = self.experiment.sweep, []
         for name in self.experiment.contenders:
             ended = [self.figures(trial) for trial in self.experiment.sweeps(name)]
@@ -126,7 +126,7 @@ class Results:
         return ["contender", *map(", ".join, choices)], lines
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it, for `results.json`."""
+        """Return all results as JSON values, for `results.json`."""
         experiment = self.experiment
         tables = {"table": self.table()}
         if experiment.evaluate:
@@ -155,7 +155,7 @@ def mean_of(values: Sequence[float]) -> Mean:
 
 
 def shown_as(measure: str, value: Mean | None) -> str:
-    """Write a figure with its standard error."""
+    """Return a figure with its standard error, as text."""
     if value is None:
         return ""
     mean, error = value
@@ -169,15 +169,15 @@ def shown_as(measure: str, value: Mean | None) -> str:
 
 
 def _words(measure: str) -> str:
-    """Write the name of a measure."""
+    """Return the name of a measure, as text."""
     return measure.replace("_", " ")
 
 
 def _short(value: object) -> str:
-    """Write the value of a setting."""
+    """Return the value of a setting, as text."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _known(loss: float) -> float:
-    """Return a loss that can be compared: that of a run which diverged is the highest."""
+    """Return a loss that can be compared: the loss NaN of a run that diverged counts as infinity."""
     return math.inf if math.isnan(loss) else loss

@@ -1,1 +1,1 @@
-"""Import and export of models and weights of other libraries. Each module needs an extra of its own."""
+"""Import and export of models and weights of other libraries. Each module needs its own extra."""

@@ -1,6 +1,7 @@
 """One step of a model, compiled ahead of time by AOTInductor into a package that runs without Python.
 
-A package is native code for the kind of machine that compiled it. Loading executes it: load only your own.
+A package is native code for the kind of machine that compiled it. Loading a package executes its code: load
+only packages that you made yourself.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ PACKAGE = "step.pt2"
 
 
 class AotModel(ExportedModel):
-    """An exported model in AOTInductor, which reads a prompt token by token."""
+    """A model compiled by AOTInductor, which reads a prompt token by token."""
 
     def __init__(self, manifest: Manifest, package: Callable[..., list[Tensor]]) -> None:
         super().__init__(manifest, piece=1)
@@ -35,7 +36,7 @@ class AotModel(ExportedModel):
 def export_aot(model: Any, folder: str | Path) -> Manifest:
     """Compile a step for any batch size, including the weights, into a folder written by `onnx.export`.
 
-    Takes seconds to minutes, and needs a C++ compiler.
+    This takes seconds to minutes, and needs a C++ compiler.
 
     Args:
         model: the model of that folder, in fp32.
@@ -73,7 +74,7 @@ def load_aot(folder: str | Path) -> AotModel:
     """Load the compiled step of an exported folder, after verifying its hash.
 
     Raises:
-        ValueError: the folder has none, or its file does not match the manifest.
+        ValueError: the folder has no compiled step, or its file does not match the manifest.
     """
     folder = Path(folder)
     manifest = Manifest.load(folder)

@@ -1,4 +1,4 @@
-"""Copying the weights of another library's layers."""
+"""Copy the weights of layers of other libraries into layers of this library."""
 
 from typing import Any, Protocol
 
@@ -9,7 +9,7 @@ from unrolled.contract import UnsupportedError
 
 
 class Foreign(Protocol):
-    """An object of another library, of which only the names of some attributes are known."""
+    """An object of another library; only the names of some of its attributes are known."""
 
     def __getattr__(self, name: str) -> Any:
         """An attribute."""
@@ -17,10 +17,10 @@ class Foreign(Protocol):
 
 @torch.no_grad()
 def copy_linear(ours: nn.Linear, *theirs: Foreign) -> None:
-    """Copy linear layers with the same input into one, stacked by rows; a missing bias is 0.
+    """Copy linear layers with the same input into one layer, stacked by rows; a missing bias is 0.
 
     Raises:
-        ValueError: their sizes do not add up to that of ours.
+        ValueError: the sizes of `theirs` do not add up to that of `ours`.
     """
     fill(ours.weight, torch.cat([layer.weight for layer in theirs]))
     if ours.bias is not None:
@@ -41,11 +41,11 @@ def copy_last_norm(norm: object, like: Tensor) -> nn.LayerNorm:
     """Copy the norm that some encoders, even post-norm ones, have after their last block.
 
     Args:
-        norm: their norm.
+        norm: the norm to copy.
         like: a tensor with the dtype and device of the copy.
 
     Raises:
-        UnsupportedError: it is not a layer norm.
+        UnsupportedError: `norm` is not a layer norm.
     """
     if not isinstance(norm, nn.LayerNorm):
         raise UnsupportedError(f"the last norm is a {type(norm).__name__}; a torch.nn.LayerNorm is supported")
@@ -56,10 +56,10 @@ def copy_last_norm(norm: object, like: Tensor) -> nn.LayerNorm:
 
 @torch.no_grad()
 def fill(ours: Tensor, theirs: Tensor) -> None:
-    """Copy a tensor into one of ours.
+    """Copy the tensor `theirs` into `ours`.
 
     Raises:
-        ValueError: their shapes differ.
+        ValueError: the shapes differ.
     """
     if ours.shape != theirs.shape:
         raise ValueError(f"the weights have shape {list(theirs.shape)}, but must have {list(ours.shape)}")

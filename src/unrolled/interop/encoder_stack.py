@@ -1,4 +1,4 @@
-"""Stacks of blocks with the weights of encoders whose layers have the parameter names of torch's."""
+"""Stacks of blocks with the weights of encoders whose layers have the parameter names of PyTorch's layers."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -12,7 +12,7 @@ from unrolled.models.config import Norm, TransformerConfig
 from unrolled.models.stack import Stack
 
 Projections = Callable[[Foreign], tuple[Sequence[Foreign], Foreign]]
-"""Returns the projections of a layer's attention: those to queries, keys and values, and the one back."""
+"""Returns the projections of a layer's attention: to queries, keys and values, and of the output."""
 
 
 def stack_like(
@@ -26,7 +26,7 @@ def stack_like(
     attention: str,
     options: dict[str, object],
 ) -> Stack:
-    """Make a stack with the weights, dtype, device and mode of `encoder`, whose layers are alike."""
+    """Make a stack with the weights, dtype, device and mode of `encoder`, whose layers have equal sizes."""
     layers: list[Foreign] = list(encoder.layers)
     first = layers[0]
     like = first.linear1.weight
@@ -75,7 +75,7 @@ def activation_of(layer: Foreign) -> Literal["gelu", "gelu_tanh", "relu"]:
     """Name the activation of a layer.
 
     Raises:
-        UnsupportedError: it is another one.
+        UnsupportedError: the activation is not supported.
     """
     f = layer.activation
     if f is F.relu or isinstance(f, nn.ReLU):

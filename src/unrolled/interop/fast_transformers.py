@@ -21,25 +21,26 @@ KINDS = {
     "CausalLinearAttention": ("linear", True),
     "RecurrentLinearAttention": ("linear", True),
 }
-"""For each of their attention classes: our mechanism, and whether it is causal (None: given by the mask)."""
+"""For each attention class there: the mechanism here, and whether it is causal (None: as the mask says)."""
 
 
 def from_fast_transformers(encoder: Foreign, *, causal: bool) -> Stack:
     """Make a stack of post-norm blocks with the weights, dtype, device and mode of `encoder`.
 
-    `forward(x [B,T,d_model], key_padding_mask=)` is their parallel encoder and `step(x [B,d_model], state)`,
-    from `init_state(B)`, their recurrent one. Theirs adds 1e-6 to the denominator of linear attention, ours
-    does not. In training the stack has no dropout on attention weights or inside feed-forward layers.
+    `forward(x [B,T,d_model], key_padding_mask=)` of the stack is the parallel encoder of fast-transformers,
+    and `step(x [B,d_model], state)`, starting from `init_state(B)`, the recurrent one. fast-transformers adds
+    1e-6 to the denominator of linear attention; the stack does not. In training, the stack has no dropout on
+    attention weights or inside feed-forward layers.
 
     Args:
-        encoder: a `TransformerEncoder` or a `RecurrentTransformerEncoder` with full or linear attention, the
-            latter with the features elu(x) + 1.
-        causal: position i attends to positions up to i only. Theirs has a class for causal linear attention,
-            and uses a mask for causal full attention.
+        encoder: a `TransformerEncoder` or a `RecurrentTransformerEncoder` with full attention, or with linear
+            attention and the features elu(x) + 1.
+        causal: whether position i attends to positions up to i only. fast-transformers has a class for causal
+            linear attention, and uses a mask for causal full attention.
 
     Raises:
         ValueError: `encoder` is of another type, or `causal` does not match its attention.
-        UnsupportedError: other attention, features, scales or activations, or layers that differ.
+        UnsupportedError: the attention, features, scale or activation is not supported, or the layers differ.
     """
     if type(encoder).__name__ not in ("TransformerEncoder", "RecurrentTransformerEncoder") or not (
         type(encoder).__module__.startswith("fast_transformers.")
@@ -72,7 +73,7 @@ def _projections(layer: Foreign) -> tuple[list[Foreign], Foreign]:
 
 
 def _mechanism(layers: list[Foreign], kind: str, causal: bool) -> str:
-    """Return our mechanism for the attention class `kind`, after checking the options of its layers."""
+    """Return the mechanism for the attention class `kind`, after checking the options of the layers."""
     if kind not in KINDS:
         raise UnsupportedError(f"encoder has {kind} attention, but must have one of {sorted(KINDS)}")
     mechanism, theirs_causal = KINDS[kind]
@@ -91,7 +92,7 @@ def _mechanism(layers: list[Foreign], kind: str, causal: bool) -> str:
 
 @torch.no_grad()
 def _is_elu(feature_map: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor) -> bool:
-    """Test the feature map numerically: theirs is an anonymous function."""
+    """Test numerically whether the feature map, an anonymous function, is elu(x) + 1."""
     if type(feature_map).__name__ != "ActivationFunctionFeatureMap":
         return False
     x = torch.linspace(-3, 3, 100, device=like.device, dtype=like.dtype)

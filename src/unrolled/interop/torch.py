@@ -1,4 +1,4 @@
-"""Torch's own attention: a stack made from its encoder, and its `MultiheadAttention` with any mechanism."""
+"""A stack made from PyTorch's encoder, and PyTorch's `MultiheadAttention` with any mechanism."""
 
 from typing import cast
 
@@ -18,21 +18,22 @@ def from_transformer_encoder(
 ) -> Stack:
     """Make a stack of blocks with the weights, dtype, device and mode of `encoder`.
 
-    Its methods are those of `unrolled.models.stack.Stack`: `forward(x [B,T,d_model], key_padding_mask=)`, and
-    `init_state`, `prefill` and `step` if it is causal. With softmax attention it computes the same as
-    `encoder`, except that in training it has no dropout on attention weights or inside feed-forward layers.
-    The batch is always the first axis, also if `encoder` has `batch_first=False`.
+    The methods of the stack are those of `unrolled.models.stack.Stack`:
+    `forward(x [B,T,d_model], key_padding_mask=)` and, if it is causal, `init_state`, `prefill` and `step`.
+    With softmax attention, the stack computes the same as `encoder`, except that in training it has no
+    dropout on attention weights or inside feed-forward layers. The batch is always the first axis, even if
+    `encoder` has `batch_first=False`.
 
     Args:
-        encoder: made of equal `nn.TransformerEncoderLayer`s; pre- or post-norm, relu or gelu, with or
-            without a last norm.
-        causal: position i attends to positions up to i only, as `encoder` does with a causal mask.
+        encoder: an encoder of equal `nn.TransformerEncoderLayer`s, pre- or post-norm, with relu or gelu, and
+            with or without a last norm.
+        causal: whether position i attends to positions up to i only, as in `encoder` with a causal mask.
         attention: the mechanism that takes over the projections.
         options: further arguments of the mechanism.
 
     Raises:
         ValueError: `encoder` is of another type.
-        UnsupportedError: layers that differ, are of another type, or have another activation.
+        UnsupportedError: the layers differ, are of another type, or have another activation.
     """
     if not isinstance(encoder, nn.TransformerEncoder):
         raise ValueError(f"encoder is a {type(encoder).__name__}, but must be a torch.nn.TransformerEncoder")
@@ -55,7 +56,7 @@ def from_transformer_encoder(
 
 
 class _Packed(nn.Module):
-    """The packed projection of torch's attention, as a linear layer."""
+    """The packed projection of PyTorch's attention, as a linear layer."""
 
     def __init__(self, attention: Foreign) -> None:
         super().__init__()

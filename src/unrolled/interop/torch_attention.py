@@ -1,4 +1,4 @@
-"""Torch's `MultiheadAttention`, with any mechanism in place of softmax attention."""
+"""PyTorch's `MultiheadAttention`, with any mechanism in place of softmax attention."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,15 +22,15 @@ class MultiheadAttention(nn.Module):
     `attention="softmax"`. Additional parameters of a mechanism are under `mechanism.` in the `state_dict`. A
     query with nothing to attend to gives zeros, not NaN.
 
-    Inside torch's encoder it disables the fast path, which supports softmax only; the encoder must be created
-    with `enable_nested_tensor=False`.
+    Inside PyTorch's encoder, this module disables the fast path, which supports softmax only. The encoder
+    must be created with `enable_nested_tensor=False`.
 
     Args:
         embed_dim, num_heads, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in
             torch.
         dropout: must be 0: dropout on attention weights is not supported.
         attention: name of the mechanism.
-        causal: every call is causal. For mechanisms that do not support `attn_mask`.
+        causal: make every call causal; for mechanisms that do not support `attn_mask`.
         options: further arguments of the mechanism.
 
     Raises:
@@ -130,15 +130,16 @@ class MultiheadAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend from `query` to `key` and `value`, as torch's `forward` does: outputs, and weights or None.
+        """Attend from `query` to `key` and `value`, like torch's `forward`: outputs, and weights or None.
 
-        `is_causal` says that `attn_mask` is the causal mask; with `causal=True` the mask is ignored. If
-        `query is key`, it is self-attention, and padding is masked in the queries too: outputs at padding,
-        which are meaningless in torch, differ. Every query attends to the keys added by `add_bias_kv` and
-        `add_zero_attn`; torch masks them with `is_causal` and without weights.
+        `is_causal` says that `attn_mask` is the causal mask; with `causal=True`, the mask is ignored. If
+        `query is key`, the call is self-attention, and padding is masked in the queries too, so outputs at
+        padding, which are meaningless in torch, differ. Every query attends to the keys added by
+        `add_bias_kv` and `add_zero_attn`; torch masks these keys if `is_causal` is True and `need_weights` is
+        False.
 
         Raises:
-            ValueError: inputs of another shape.
+            ValueError: an input has another shape.
             UnsupportedError: the mechanism does not support the mask, other keys, or returning weights.
         """
         own = query is key
@@ -197,7 +198,7 @@ class MultiheadAttention(nn.Module):
             )
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor, packed: bool) -> Projected:
-        """Project to `[B,T,H,D]`, including the additional keys and values of torch's module."""
+        """Project to `[B,T,H,D]`, with the additional keys and values of torch's module."""
         heads = list(self._projected(query, key, value, packed))
         for i, row in ((1, self.bias_k), (2, self.bias_v)):
             if row is not None:
@@ -218,7 +219,7 @@ class MultiheadAttention(nn.Module):
         return [linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
 
     def _padding(self, mask: Tensor | None, batch: int, length: int) -> Tensor | None:
-        """Convert torch's padding mask to ours."""
+        """Check a padding mask of torch, and convert it to bool (True = padding)."""
         self.mechanism.refuse("padding", mask, "key_padding_mask")
         if mask is None:
             return None
@@ -233,7 +234,7 @@ class MultiheadAttention(nn.Module):
         is_causal: bool,
         sizes: tuple[int, int, int],
     ) -> Masks:
-        """Convert torch's `attn_mask` to ours (True = attend); additional keys are never masked."""
+        """Convert an `attn_mask` of torch to True = attend; additional keys are never masked."""
         mechanism, (B, T, S) = self.mechanism, sizes
         further = (self.bias_k is not None) + self.add_zero_attn
         if is_causal and attn_mask is None:
@@ -254,7 +255,7 @@ class MultiheadAttention(nn.Module):
                     )
                 attn_mask = attn_mask.view(B, self.num_heads, T, S)
             check_attn_mask(attn_mask, (B, self.num_heads, T, S))
-        # In torch's convention False and 0 leave a key unmasked.
+        # In torch, False and 0 leave a key unmasked.
         key_padding_mask, attn_mask = (
             F.pad(x, (0, further)) if x is not None and further else x for x in (key_padding_mask, attn_mask)
         )
@@ -264,7 +265,7 @@ class MultiheadAttention(nn.Module):
 
 
 def _as_padding(mask: Tensor) -> Tensor:
-    """Return the padding mask (True = padding) of torch's boolean or additive one."""
+    """Convert a boolean or additive padding mask of torch to bool (True = padding)."""
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():

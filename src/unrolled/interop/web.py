@@ -2,7 +2,7 @@
 
 index.html, *.js, *.css     the page
 runtime/                    ONNX Runtime for browsers, as published on npm, with its licences
-models/<name>/              what `unrolled.interop.onnx.export` writes
+models/<name>/              the files that `unrolled.interop.onnx.export` writes
 models.json                 the models, and which of them are shown side by side
 """
 
@@ -71,11 +71,11 @@ def write_site(
     Models with the same vocabulary are shown side by side.
 
     Args:
-        runs: folders of training runs, or of packed weights, by the names of their models on the page.
+        runs: folders of training runs or of packed weights, by the names of the models on the page.
         out: the folder to write; created if needed.
         runtime: a folder with the files of onnxruntime-web, such as `node_modules/onnxruntime-web/dist`; None
             takes them from the cache or through npm.
-        webgpu: also include ONNX Runtime's WebGPU build (27 MB), used if the browser finds an adapter.
+        webgpu: also include the WebGPU build of ONNX Runtime (27 MB), used if the browser finds an adapter.
         opset: version of ONNX's standard operators, 20 to 25.
         sampling: default arguments of `generation.generate` on the page.
 
@@ -83,7 +83,7 @@ def write_site(
         `out`.
 
     Raises:
-        ValueError: there is no run, a name is not a plain file name, a page cannot show the vocabulary of a
+        ValueError: there is no run, a name is not a plain file name, a page cannot use the vocabulary of a
             run, or the runtime is missing or is not the published one.
         UnsupportedError: a model cannot be exported.
         ImportError: the extra `onnx` is missing.
@@ -201,13 +201,13 @@ def _write_runtime(folder: Path, found: Mapping[str, Path], notices: list[Path])
         "version": VERSION,
         "builds": {name: build for name, build in BUILDS.items() if build["binary"] in found},
         "files": {name: {"sha256": SHA256[name], "bytes": size} for name, size in sizes.items()},
-        "bytes": max(sizes.values()),  # of the largest build, for the progress bar of loading
+        "bytes": max(sizes.values()),  # of the largest build, for the progress bar while loading
     }
     _write_json(folder / RUNTIME_INDEX, record)
 
 
 def _fetch(files: Mapping[str, Path]) -> None:
-    """Unpack files of the package, downloaded by npm from its configured registry."""
+    """Download the package with npm, from its configured registry, and unpack files of it."""
     otherwise = (
         f"fetch it with `npm pack {PACKAGE}@{VERSION}` where there is a network, unpack it, "
         "and name its folder package/dist by --runtime"
@@ -297,7 +297,7 @@ def _entry(name: str, model: Mapping[str, object], vocabulary: Vocabulary, size:
         attention = " and ".join(dict.fromkeys(attention))
     words = str(attention).replace("_", " ")
     title = f"{words.capitalize()} attention" if "attention" in model else words.upper()
-    if attention is None:  # of what has neither, a model of speech
+    if attention is None:  # of the models without both, a model of speech
         title = "BiLSTM"
     sizes = vocabulary.get("shape")
     if vocabulary.get("data"):

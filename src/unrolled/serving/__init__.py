@@ -1,1 +1,1 @@
-"""The server: models whose state is a value that is kept, continued, forked and moved."""
+"""The server, for models whose state is a value that can be kept, continued, forked and moved."""

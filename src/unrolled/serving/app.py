@@ -4,7 +4,7 @@ POST /v1/completions, /v1/chat/completions, /v1/images/completions
 GET  /v1/models, /v1/models/{id}
 GET, PUT, DELETE /v1/states/{id}, /v1/sessions/{name}
 POST /tokenize, /detokenize; GET /tokenizer_info
-GET  /health, /ready, /metrics, /openapi.json; / and /page/, the page
+GET  /health, /ready, /metrics, /openapi.json; / and /page/, which are the web page
 """
 
 import importlib.util
@@ -38,12 +38,12 @@ def make_app(served: Sequence[Served], states: States, settings: Settings) -> Fa
     """Return the app; its parts are in `app.state.service`.
 
     Args:
-        served: the models; the first is the default of requests that may name none.
-        states: where snapshots live.
-        settings: of the operator.
+        served: the models; the first is used for requests that name no model, where that is allowed.
+        states: the states that clients keep.
+        settings: the settings of the server.
 
     Raises:
-        ValueError: two models have one name.
+        ValueError: there is no model, or two models have the same name.
     """
     service = Service.of(served, states, settings)
     exported = "OTEL_EXPORTER_OTLP_ENDPOINT" in os.environ and _has("opentelemetry.exporter.otlp.proto.http")
@@ -61,7 +61,7 @@ def make_app(served: Sequence[Served], states: States, settings: Settings) -> Fa
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_validation)
     app.add_exception_handler(GoneError, _on_gone)
-    # The last that is added comes first.
+    # The middleware that is added last sees a request first.
     app.add_middleware(Bodies, settings=settings)
     app.add_middleware(Keys, keys=settings.keys, rate=settings.rate)
     if settings.origin is not None:
@@ -72,7 +72,7 @@ def make_app(served: Sequence[Served], states: States, settings: Settings) -> Fa
             allow_headers=["*"],
             expose_headers=["etag", "retry-after", "x-request-id"],
         )
-    if settings.loopback:  # so that no page whose name was made to point here can ask (DNS rebinding)
+    if settings.loopback:  # refuses pages whose host name was made to point here (DNS rebinding)
         app.add_middleware(LocalHosts)
     app.add_middleware(Logged, metrics=service.metrics)
     return app
@@ -89,7 +89,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> dict[str, str]:
-    """Return the header that names the methods of an address: each has a route, which knows its own only."""
+    """Return the header with all methods of a path: each method has its own route, which knows no other."""
     operations = request.app.openapi()["paths"].get(
         getattr(request.scope.get("route"), "path", ""), {"get": {}}
     )
@@ -102,7 +102,7 @@ async def _on_validation(request: Request, error: Exception) -> Response:
 
 
 async def _on_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_CLOSED)  # for the log: nobody reads it
+    return Response(status_code=CLIENT_CLOSED)  # only for the log: nobody reads the response
 
 
 def _error_schema() -> dict[str, object]:
@@ -115,5 +115,5 @@ def _error_schema() -> dict[str, object]:
 def _has(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of a package above it
+    except ModuleNotFoundError:  # a parent package is missing
         return False

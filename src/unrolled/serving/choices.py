@@ -1,4 +1,4 @@
-"""From the blocks of a continuation to the text and the log probabilities that a client gets."""
+"""The text and the log probabilities that a client gets, made of the blocks of a continuation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,16 +12,16 @@ class Choice:
     """The text of one continuation, cut before a stop text or a token that ends it.
 
     Args:
-        text: what the ids mean.
-        stops: texts that end it.
-        ends: token sequences that end it.
+        text: decodes the ids.
+        stops: texts that end the continuation.
+        ends: token sequences that end the continuation.
     """
 
     def __init__(self, text: Text, stops: Sequence[str], ends: Sequence[list[int]]) -> None:
         self._read, self._finder, self._ends = text.reader(), StopFinder(stops), ends
 
     def take(self, drawn: Drawn) -> str:
-        """Return the text that is certain with the next block."""
+        """Return the text that is certain after the next block."""
         tokens, final = drawn.tokens, drawn.finish is not None
         if drawn.finish == "stop":
             end = next((x for x in self._ends if tokens[-len(x) :] == x), [])
@@ -31,18 +31,18 @@ class Choice:
 
 
 class CompletionLogprobs:
-    """Log probabilities as /v1/completions tells them: lists of one entry for each token.
+    """Log probabilities in the form of /v1/completions: lists with an entry for each token.
 
     Args:
-        text: what the ids mean.
-        offset: characters of the text before the first token.
+        text: decodes the ids.
+        offset: number of characters before the first token.
     """
 
     def __init__(self, text: Text, offset: int) -> None:
         self._text, self._read, self._offset = text, text.reader(), offset
 
     def of(self, tokens: Sequence[int], found: Sequence[TokenLogprob | None]) -> dict[str, Any]:
-        """Return the lists of the next tokens; None stands for a token of which nothing is known."""
+        """Return the lists for the next tokens; None in `found` is a token with unknown probabilities."""
         offsets = []
         for token in tokens:
             offsets.append(self._offset)
@@ -56,12 +56,12 @@ class CompletionLogprobs:
         }
 
     def _top(self, found: TokenLogprob) -> dict[str, float]:
-        """Return the most likely tokens and the one that stands there, which may not be one of them."""
+        """Return the most likely tokens, and also the token of the text if it is not one of them."""
         return {self._text.piece(id): logprob for id, logprob in [*found.top, (found.token, found.logprob)]}
 
 
 def chat_logprobs(text: Text, found: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Return log probabilities as /v1/chat/completions tells them."""
+    """Return log probabilities in the form of /v1/chat/completions."""
 
     def described(token: int, logprob: float) -> dict[str, Any]:
         return {"token": text.piece(token), "logprob": logprob, "bytes": text.piece_bytes(token)}

@@ -1,7 +1,8 @@
 """The engine: one thread that reads prompts and continues sequences side by side.
 
-It iterates: take jobs from the queue, read one chunk of a prompt, draw a block of tokens for all rows, tell
-what was drawn, drop rows that have ended. Only the thread touches states, rows and prefixes.
+In a loop, the thread drops jobs that were given up, takes jobs from the queue, reads one chunk of a prompt,
+draws a block of tokens for all rows, and delivers the results. Only this thread touches states, rows and
+prefixes.
 """
 
 import logging
@@ -30,7 +31,7 @@ from unrolled.serving.runner import Runner
 from unrolled.serving.waiting import Waiting
 from unrolled.serving.writing import Writing
 
-BLOCK_SECONDS = 0.02  # of drawing in an iteration: between two messages to a client
+BLOCK_SECONDS = 0.02  # of drawing in an iteration, which is the time between two messages to a client
 LONGEST_BLOCK = 256
 _LOG = logging.getLogger(__name__)
 
@@ -50,18 +51,18 @@ class Engine:
     """Runs jobs on one model.
 
     Args:
-        runner: of the model.
-        digest: of the model, 64 hex digits, for snapshots.
-        rows: most continuations at a time.
-        memory: bytes of the states of all running jobs.
-        prefix_memory: bytes of the states of prompts that are kept for other prompts.
-        queue: most jobs that wait.
-        chunk: most tokens of a prompt that are read between two blocks of drawing.
-        threads: of the kernels; None for those of torch.
+        runner: runs the model.
+        digest: digest of the model for snapshots, 64 hex digits.
+        rows: maximum number of continuations at a time.
+        memory: maximum memory in bytes for the states of all running jobs.
+        prefix_memory: maximum memory in bytes for the states of prompts that are kept for other prompts.
+        queue: maximum number of jobs that wait.
+        chunk: maximum number of tokens of a prompt that are read between two blocks of drawing.
+        threads: number of threads of the kernels; None for that of torch.
 
     Attributes:
-        counts: tokens so far that were "read", "cached" (not read again) and "drawn", and the "blocks" of
-            drawing with the "seconds" that they took.
+        counts: numbers of tokens so far that were "read", "cached" (not read again) and "drawn", and the
+            number of "blocks" of drawing with the "seconds" that they took.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Engine:
         self._block = 1
         self._told: list[tuple[Run, Event | EngineError]] = []
         self._changed = threading.Condition()
-        self._waiting: Waiting[_Entry] = Waiting(queue)  # guarded by `_changed`, as are the next two
+        self._waiting: Waiting[_Entry] = Waiting(queue)  # guarded by `_changed`, like the next two
         self._draining = self._closed = False
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
@@ -95,7 +96,7 @@ class Engine:
     # ---- what other threads call
 
     def submit(self, job: Job) -> Run:
-        """Queue a job, in the thread of an event loop.
+        """Queue a job; called in the thread of an event loop.
 
         Raises:
             BusyError: the queue is full.
@@ -118,7 +119,7 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Jobs that wait."""
+        """Number of jobs that wait."""
         return len(self._waiting)
 
     @property
@@ -128,7 +129,7 @@ class Engine:
 
     @property
     def active(self) -> int:
-        """Continuations that are being drawn."""
+        """Number of continuations that are being drawn."""
         return self._writing.active
 
     @property
@@ -141,7 +142,7 @@ class Engine:
         return self.runner.nbytes(tokens)
 
     def drain(self, seconds: float) -> None:
-        """Refuse new jobs, wait for the others, and fail those that are not done after `seconds`."""
+        """Refuse new jobs, wait for the other jobs, and fail those that are not done after `seconds`."""
         with self._changed:
             self._draining = True
             self._changed.notify()
@@ -173,7 +174,7 @@ class Engine:
                 self._read()
                 self._draw()
                 self._tell()
-        except Exception:  # nobody may wait for an engine that does not run
+        except Exception:  # no client may wait for an engine that has ended
             _LOG.exception("the engine failed")
             error = EngineError("the engine failed")
         with self._changed:
@@ -183,7 +184,7 @@ class Engine:
         self._tell()
 
     def _wait(self) -> bool:
-        """Wait for something to do; return whether to go on."""
+        """Wait for something to do; return False if the engine is to end."""
         with self._changed:
             while not (self._waiting or self._running or self._draining or self._closed):
                 self._changed.wait()
@@ -203,7 +204,7 @@ class Engine:
                 self._fail(run, late)
 
     def _admit(self) -> None:
-        """Begin with waiting jobs, in turn, as long as there is room."""
+        """Start waiting jobs in turn, as long as there is room."""
         while True:
             with self._changed:
                 entry = self._waiting.first()
@@ -279,7 +280,7 @@ class Engine:
         self._told.append((run, error))
 
     def _release(self, run: Run) -> None:
-        """Forget a job, and free what it has."""
+        """Forget a job, and free its memory and rows."""
         if (entry := self._running.pop(run, None)) is None:
             return
         self._used -= entry.nbytes
@@ -290,7 +291,7 @@ class Engine:
         self._writing.drop(run)
 
     def _tell(self) -> None:
-        """Deliver events: all those of an event loop in one call."""
+        """Deliver the events, those of each event loop in one call."""
         told, self._told = self._told, []
         loops = {run.loop for run, _ in told}
         for loop in loops:

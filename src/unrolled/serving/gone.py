@@ -16,7 +16,7 @@ class GoneError(Exception):
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await something, but no longer than the client is there.
+    """Await `work`, and cancel it if the client goes away.
 
     Raises:
         GoneError: the client went away; the work was cancelled.

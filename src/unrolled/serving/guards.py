@@ -1,4 +1,4 @@
-"""What stands before the routes: names of this machine, keys, rates, sizes and speeds of bodies."""
+"""Checks before the routes: host names, keys, rates, and the size and speed of bodies."""
 
 import asyncio
 import hmac
@@ -24,10 +24,10 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 class LocalHosts:
-    """Lets requests pass whose header Host names this machine.
+    """Passes on only requests whose header Host names this machine.
 
     Args:
-        app: what answers.
+        app: the app that answers.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -44,20 +44,20 @@ class LocalHosts:
 
 
 def _name(host: str) -> str | None:
-    """Return the name in a header Host, without its port; None where there is none."""
+    """Return the name in a header Host, without the port; None if there is no name."""
     try:
         return urlsplit(f"//{host}").hostname
-    except ValueError:  # brackets around what is no address
+    except ValueError:  # brackets that hold no address
         return None
 
 
 class Keys:
-    """Lets clients pass that send one of the keys, none of them more often than the rate.
+    """Passes on only requests that have one of the keys, and limits the rate of each client.
 
     Args:
-        app: what answers.
-        keys: compared in constant time; without any, clients are told apart by their address.
-        rate: such as "600/minute".
+        app: the app that answers.
+        keys: the keys, which are compared in constant time. A client is a key; without keys, an address.
+        rate: maximum rate of requests of a client, such as "600/minute".
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], rate: str | None) -> None:
@@ -82,7 +82,7 @@ class Keys:
     def _known(self, header: str) -> str:
         kind, _, given = header.partition(" ")
         secret = given.strip().encode("utf-8", "replace")
-        matches = [hmac.compare_digest(secret, key) for key in self._keys]  # all of them: no early end
+        matches = [hmac.compare_digest(secret, key) for key in self._keys]  # compares all: constant time
         if kind.lower() != "bearer" or not any(matches):
             raise ApiError(
                 401,
@@ -105,10 +105,10 @@ class Keys:
 
 
 class Bodies:
-    """Refuses bodies that are too large (413) or come too slowly (408); both close the connection.
+    """Refuses bodies that are too large (413) or come too slowly (408), and closes their connections.
 
     Args:
-        app: what answers.
+        app: the app that answers.
         settings: the limits.
     """
 
@@ -128,7 +128,7 @@ class Bodies:
         async def receive_checked() -> Message:
             nonlocal size, whole
             if whole:
-                return await receive()  # which tells when the client goes away
+                return await receive()  # returns when the client goes away
             if declared.isdecimal() and int(declared[:20]) > most:
                 raise _too_large(most)
             left = began + settings.body_seconds + size / 2**20 - time.monotonic()

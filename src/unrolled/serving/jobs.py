@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what it answers."""
+"""The jobs of the engine, and the events with their results."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -32,23 +32,25 @@ class StoppingError(EngineError):
 
 @dataclass(frozen=True)
 class Job:
-    """Tokens to read, and how to go on.
+    """Tokens to read, and how to continue them.
 
     Attributes:
-        tokens: to be read; without a state at least one, the start symbol included if the model has one.
-        state: of the sequence that they continue.
-        limit: most new tokens; with 0 the tokens are read, and nothing is drawn.
+        tokens: tokens to read, including the start symbol if the model has one; without a state, at least
+            one.
+        state: state of the sequence that the tokens continue.
+        limit: maximum number of new tokens; with 0, the tokens are read, and nothing is drawn.
         sampling: how tokens are drawn.
-        keys: the random stream of each continuation: there are as many as keys.
+        keys: the random stream of each continuation. There is one continuation for each key.
         stops: token sequences that end a continuation.
-        watch: called in the thread of the engine as `watch(index, new_tokens)` for each continuation that
-            goes on; returns how many of these tokens to keep, at least 1, if it ends among them, else None.
-        logprobs: tell the logarithm of the probability of each new token, and of as many of the most likely
-            ones; None for nothing.
-        prompt_logprobs: tell them for `tokens`, too.
-        keep: make a snapshot at the end of each continuation.
-        client: whose job it is; clients take turns.
-        deadline: when it is given up, in seconds of `time.monotonic`.
+        watch: called in the thread of the engine as `watch(index, new_tokens)` for each continuation that has
+            not ended. If the continuation ends among these tokens, `watch` returns how many of them to keep,
+            at least 1; else None.
+        logprobs: number of most likely tokens to report for each new token. Their log probabilities, and that
+            of the new token, are reported too; None reports nothing.
+        prompt_logprobs: whether to report the same for `tokens`.
+        keep: whether to make a snapshot at the end of each continuation.
+        client: the client of the job; clients take turns.
+        deadline: when the job is given up, in seconds of `time.monotonic`.
     """
 
     tokens: list[int]
@@ -67,7 +69,7 @@ class Job:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token, the logarithm of its probability, and the most likely tokens with theirs."""
+    """A token, the logarithm of its probability, and the most likely tokens with their logarithms."""
 
     token: int
     logprob: float
@@ -79,8 +81,9 @@ class Prompted:
     """The tokens of a job were read.
 
     Attributes:
-        cached: how many tokens of the state and of the prompt were not read again.
-        logprobs: of each token of the job, if asked for; None for the first token of a sequence.
+        cached: number of tokens of the state and of the prompt that were not read again.
+        logprobs: log probabilities of each token of the job, if the job asks for them; the entry of the first
+            token of a sequence is None.
     """
 
     cached: int
@@ -92,10 +95,10 @@ class Drawn:
     """New tokens of a continuation.
 
     Attributes:
-        index: its number.
-        tokens: with those of a stop sequence.
-        logprobs: of each, if asked for.
-        finish: why it ended: "stop", or "length" at the limit; None if it goes on.
+        index: number of the continuation.
+        tokens: the new tokens, including those of a stop sequence.
+        logprobs: log probabilities of each token, if the job asks for them.
+        finish: why the continuation ended: "stop", or "length" at the limit; None if it has not ended.
     """
 
     index: int
@@ -106,7 +109,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Finished:
-    """The job is done. With `keep`, `snapshots` has one for each continuation, at the end of it."""
+    """The job is done. With `keep`, `snapshots` has the state at the end of each continuation."""
 
     snapshots: list[Snapshot] | None = None
 
@@ -129,12 +132,12 @@ class Run:
         self._events: asyncio.Queue[Event | EngineError] = asyncio.Queue()
 
     def cancel(self) -> None:
-        """Give the job up: its rows are freed."""
+        """Give up the job, which frees its rows."""
         self.cancelled = True
         self._wake()
 
     def deliver(self, event: Event | EngineError) -> None:
-        """Add an event, in the thread of the event loop."""
+        """Add an event; called in the thread of the event loop."""
         self._events.put_nowait(event)
 
     async def __aiter__(self) -> AsyncIterator[Event]:

@@ -1,4 +1,4 @@
-"""One line of JSON for each request, and its id."""
+"""The log, with a line of JSON for each request, and the ids of requests."""
 
 import json
 import logging
@@ -22,16 +22,16 @@ requests = logging.getLogger("unrolled.serving.requests")
 
 @dataclass
 class Record:
-    """What is told of a request.
+    """What the log says about a request.
 
     Attributes:
-        id: from the header x-request-id if that is short and plain, else made up.
+        id: the header x-request-id if it is short and plain, else a new id.
         client: address of the client, or the number of its key.
-        began: seconds, of `time.monotonic`.
-        status: of HTTP; 0 if there was no answer.
-        read: tokens of states and prompts.
-        cached: those of them that were not read again.
-        drawn: new tokens.
+        began: when the request began, in seconds of `time.monotonic`.
+        status: status of the HTTP response; 0 if there was no response.
+        read: number of tokens of states and prompts.
+        cached: number of these tokens that were not read again.
+        drawn: number of new tokens.
     """
 
     id: str
@@ -50,10 +50,10 @@ def record_of(connection: HTTPConnection) -> Record:
 
 
 class Logged:
-    """Gives each request its id and record, writes its line, and answers 500 for what should never happen.
+    """Gives each request an id and a record, writes its line, and answers unexpected errors with 500.
 
     Args:
-        app: what answers.
+        app: the app that answers.
         metrics: counts requests by route and status.
     """
 
@@ -105,7 +105,7 @@ class Logged:
 
 
 def to_stderr() -> None:
-    """Write the lines of requests to stderr as they are, and all else with its level."""
+    """Write the lines of requests to stderr as they are, and all other messages with their level."""
     for logger, form in ((requests, "%(message)s"), (log, "%(levelname)s: %(message)s")):
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter(form))

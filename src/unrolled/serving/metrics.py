@@ -1,4 +1,4 @@
-"""Figures of a running server, in the format of Prometheus."""
+"""Metrics of a running server, in the format of Prometheus."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ BLOCK_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5
 
 
 class Metrics:
-    """Counters of one server, in a registry of their own.
+    """The metrics of one server, in a registry of their own.
 
     Args:
         waiting: returns the number of jobs in queues.
@@ -49,5 +49,5 @@ class Metrics:
             Gauge(name, meaning, registry=registry).set_function(value)
 
     def text(self) -> bytes:
-        """Return all figures as Prometheus reads them."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""A folder as a model that is served."""
+"""Open a folder as a model that is served."""
 
 import hashlib
 import json
@@ -40,16 +40,17 @@ class Served:
     """A model that is served.
 
     Attributes:
-        name: by which requests name it.
-        digest: of all that its states depend on: weights, their form, and how a state lies in memory.
+        name: name of the model in requests.
+        digest: digest of everything that its states depend on: the config, the weights and their form, the
+            layout of states in memory, and the versions.
         created: when its weights were written, in seconds since 1970.
         vocab_size: number of ids.
-        start_token: whether every sequence begins with the start symbol, of the id `vocab_size`.
-        n_positions: most tokens of a sequence; None for any number.
-        shape: height and width of the images that it draws, and 3 in colour; None for text.
-        text: what its ids mean; None for images.
-        engine: runs it.
-        description: for people: mechanisms, parameters and the form of the weights.
+        start_token: whether every sequence begins with the start symbol, whose id is `vocab_size`.
+        n_positions: maximum number of tokens of a sequence; None for any number.
+        shape: height and width of the images that the model draws, and then 3 for colour; None for text.
+        text: encodes and decodes its ids; None for images.
+        engine: the engine that runs the model.
+        description: details for people: mechanisms, parameters and the form of the weights.
     """
 
     name: str
@@ -75,16 +76,16 @@ def open_model(
     """Open the folder of a model whose state is a recurrence.
 
     Args:
-        path: a run folder, a folder of `unrolled quantize`, or one that one of our classes for transformers
-            was saved to.
-        name: by which requests name it; by default the name of the folder.
+        path: a run folder, a folder of `unrolled quantize`, or a folder saved by one of the classes for
+            transformers in `unrolled.interop.hf`.
+        name: name of the model in requests; by default that of the folder.
         weights: the form that the matrices are rounded to; None for that of the folder.
-        limits: of its engine.
-        deterministic: the tokens of a request do not depend on what else the engine does, bit for bit.
+        limits: bounds of the engine.
+        deterministic: whether the tokens of a request must not depend, bit for bit, on other requests.
 
     Raises:
         ValueError: the folder holds no such model.
-        UnsupportedError: the model is no recurrence, or `weights` is given and no plan can run it.
+        UnsupportedError: the model is not a recurrence, or `weights` is given and no plan can run the model.
     """
     folder = Path(path)
     of_transformers = "model_type" in read_object(folder / CONFIG_FILE)
@@ -116,7 +117,7 @@ def open_model(
             digest=digest,
             rows=limits.rows,
             memory=limits.memory,
-            # A model without a plan rounds by where its prompt was cut.
+            # Without a plan, the rounding depends on where a prompt was cut.
             prefix_memory=0 if unsteady else limits.prefix_memory,
             queue=limits.queue,
             threads=limits.threads,
@@ -145,7 +146,7 @@ def _model(folder: Path, weights: Weights | None) -> nn.Module | Plan:
 
 
 def _runner(model: Any, weights: Weights | None, deterministic: bool) -> Runner:
-    """Return what runs a model: a plan, if it can."""
+    """Return the runner of a model: that of a plan if a plan can run it."""
     if not isinstance(model, Plan):
         model.eval()
         try:
@@ -166,7 +167,7 @@ def _weights_file(folder: Path) -> Path:
 
 
 def _digest(file: Path, form: str) -> str:
-    """Return the SHA-256 of all that states depend on."""
+    """Return the SHA-256 of everything that states depend on."""
     with file.open("rb") as content:
         weights = hashlib.file_digest(content, "sha256").hexdigest()
     config = file.with_name(CONFIG_FILE).read_text(encoding="utf-8")
@@ -183,7 +184,7 @@ def _text(folder: Path, vocabulary: Vocabulary | None) -> Text | None:
 
 
 def _description(model: Any, form: str) -> dict[str, Any]:
-    """Describe a model to people."""
+    """Return details of a model for people."""
     attention = getattr(model.config, "attention", None) or type(model).__name__
     mechanisms = [attention] if isinstance(attention, str) else list(dict.fromkeys(attention))
     found: dict[str, Any] = {"mechanisms": mechanisms, "weights": "fp32" if form == "model" else form}

@@ -7,7 +7,7 @@ from fastapi import FastAPI
 
 
 def describe_models(app: FastAPI, names: Sequence[str]) -> None:
-    """Make /openapi.json name the models that a request may name."""
+    """Make /openapi.json list the models that a request may name."""
     generate = app.openapi
 
     def described() -> dict[str, Any]:

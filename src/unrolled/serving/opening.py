@@ -1,4 +1,4 @@
-"""From what an operator writes to models, states and settings: for `unrolled serve` and for Ray."""
+"""The options of the server, for `unrolled serve` and Ray, and the models, states and settings from them."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,25 +18,26 @@ Size = Annotated[ByteSize, Field(gt=0)]
 
 
 class Options(BaseModel):
-    """What an operator writes.
+    """The options of the server.
 
     Attributes:
-        folders: of the models; a text may hold several with commas between them.
-        states: where states are kept; see `unrolled.serving.store.open_store`.
-        name: of the model in requests; None for that of its folder.
-        host, port: where requests come in.
+        folders: folders of the models; a text may hold several, separated by commas.
+        states: address of the store of states; see `unrolled.serving.store.open_store`.
+        name: name of the model in requests; None for that of its folder.
+        host, port: address and port to listen at.
         weights: the form that the weights are rounded to; None for that of the folders.
-        rows: continuations at a time, of each model.
-        memory: for the states of running requests, of each model, such as "4GB".
-        queue: requests that may wait, of each model.
-        timeout: seconds that a request may take.
-        ttl: drop states that were not used for so long: seconds, or such as "30d".
-        state_bytes: drop the least recently used states above this size.
-        state_memory: for kept states that are at hand in memory besides the store.
-        deterministic: answers do not depend, bit for bit, on what else is asked.
-        keys: file of keys, one a line.
-        rate: most requests of a client, such as "600/minute".
-        origin: a web page on another server that may ask.
+        rows: maximum number of continuations at a time, per model.
+        memory: maximum memory for the states of running requests, per model, such as "4GB".
+        queue: maximum number of requests that wait, per model.
+        timeout: maximum time of a request, in seconds.
+        ttl: drop states that were not used for this time: a number of seconds, or a text such as "30d".
+        state_bytes: maximum number of bytes of all states; beyond it, the least recently used states are
+            dropped.
+        state_memory: memory for a cache of the most recently used states of the store.
+        deterministic: whether answers must not depend, bit for bit, on other requests.
+        keys: file with one key per line.
+        rate: maximum rate of requests of a client, such as "600/minute".
+        origin: a web page on another server that may send requests.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
@@ -73,7 +74,7 @@ class Options(BaseModel):
         """Open the models.
 
         Args:
-            threads: of the kernels; None for those of torch.
+            threads: number of threads of the kernels; None for that of torch.
 
         Raises:
             ValueError: a folder holds no model that can be served, or a name is given to several models.
@@ -92,8 +93,8 @@ class Options(BaseModel):
         """Open the store of states.
 
         Raises:
-            ValueError: its address is wrong, or does not go with `ttl` or `state_bytes`.
-            OSError: it cannot be reached, read or written.
+            ValueError: the address is wrong, or this kind of store does not support `ttl` or `state_bytes`.
+            OSError: the store cannot be reached, read or written.
         """
         most = None if self.state_bytes is None else int(self.state_bytes)
         return States(open_store(self.states, most_bytes=most, seconds=self.ttl), int(self.state_memory))
@@ -102,7 +103,7 @@ class Options(BaseModel):
         """Return the settings of the app.
 
         Raises:
-            ValueError: there are no keys although others can reach `host`, or the rate is not one.
+            ValueError: there are no keys although other machines can reach `host`, or the rate is invalid.
             OSError: the file of keys cannot be read.
         """
         return Settings(
@@ -115,7 +116,7 @@ class Options(BaseModel):
         )
 
     def check(self) -> None:
-        """Raise what opening all of it would raise for a wrong folder, store, file of keys or setting."""
+        """Raise the error that opening would raise for a wrong folder, store, file of keys or setting."""
         self.settings()
         for folder in self.folders:
             if not (folder / CONFIG_FILE).is_file():
@@ -123,7 +124,7 @@ class Options(BaseModel):
         self.open_states().close()
 
     def from_the_root(self) -> dict[str, Any]:
-        """Return the fields with paths that hold in a process with another working folder."""
+        """Return the fields, with absolute paths, for a process that has another working folder."""
         states = self.states
         if states != MEMORY and "://" not in states:
             states = f"sqlite:{Path(states.removeprefix('sqlite:')).absolute()}"
@@ -139,11 +140,11 @@ def seconds(name: str, text: str) -> float:
     """Read a time such as 30d, 12h, 15m or 90s.
 
     Args:
-        name: of the option, for the message.
+        name: name of the option, for the message.
         text: the time.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not a time.
     """
     number, unit = text[:-1], text[-1:]
     if unit not in UNITS or not number.isdecimal() or int(number) < 1:

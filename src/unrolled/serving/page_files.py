@@ -1,4 +1,4 @@
-"""The files of the page that the server shows: its own, and those shared with the page of exported models."""
+"""The files of the server's page: its own, and those that it shares with the page of exported models."""
 
 from pathlib import Path
 
@@ -14,6 +14,6 @@ TYPES = {
 
 
 def page_files() -> dict[str, Path]:
-    """Find the files by name: the server has index.html at `/` and all others at `/page/NAME`."""
+    """Return the files by name; the server has index.html at `/` and the other files at `/page/NAME`."""
     own = {path.name: path for path in PAGE.iterdir() if path.suffix in TYPES}
     return own | {name: WEB / name for name in SHARED}

@@ -1,9 +1,9 @@
 """States of prompts that may begin other prompts.
 
-The tokens of prompts are kept in a tree whose branches part where prompts do. A state is kept at the end of a
-prompt, and where two prompts part: the second of them is then read with a stop at this junction, so that a
-third begins there (Pan et al. 2024, "Marconi", arXiv 2411.19379, section 4.1). States that were not used for
-the longest time go first.
+The tokens of prompts are kept in a tree, which branches where prompts begin to differ. A state is kept at the
+end of a prompt, and at the junction where two prompts begin to differ: the second prompt is read up to the
+junction first, so that a third prompt can start from the state there (Pan et al. 2024, "Marconi", arXiv
+2411.19379, section 4.1). The least recently used states are dropped first.
 """
 
 from typing import Any
@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-SHORTEST = 16  # tokens that are worth a state: fewer are read as fast as a state is copied
+SHORTEST = 16  # minimum tokens for a kept state: fewer are read as fast as a state is copied
 
 Tokens = NDArray[np.int64]
 
 
 class _Node:
-    """The end of a run of tokens, which begins at the parent."""
+    """A node at the end of a run of tokens that begins at its parent."""
 
     def __init__(self, tokens: Tokens, depth: int, parent: "_Node | None") -> None:
         self.tokens, self.depth, self.parent = tokens, depth, parent
@@ -27,13 +27,13 @@ class _Node:
 
 
 class Prefixes:
-    """A bounded number of bytes of states, by the tokens that they have read.
+    """States of prompts, by the tokens that they have read, up to a number of bytes.
 
     Args:
-        most_bytes: of all states.
+        most_bytes: maximum number of bytes of all states.
 
     Attributes:
-        nbytes: of the states that are kept.
+        nbytes: bytes of the states that are kept.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -45,8 +45,8 @@ class Prefixes:
         """Look for the longest kept prefix.
 
         Returns:
-            the number of tokens that its state has read, 0 for none; this state, None for none; and where
-            these tokens part from those of an earlier prompt, None if a state there is of no use.
+            The number of tokens that its state has read, or 0; this state, or None; and the place where
+            `tokens` begin to differ from an earlier prompt, or None if a state there would be of no use.
         """
         node, depth, best = self._root, 0, self._root
         parts: int | None = None
@@ -60,7 +60,7 @@ class Prefixes:
             if node.state is not None:
                 best = node
         else:
-            # Other prompts go on here, or went on once.
+            # Other prompts continue from here, or did so earlier.
             parts = depth if node.state is None and node is not self._root else None
         if best.state is not None:
             self._used[best] = self._used.pop(best)
@@ -68,7 +68,7 @@ class Prefixes:
         return best.depth, best.state, parts if useful else None
 
     def keep(self, tokens: Tokens, state: Any, nbytes: int) -> None:
-        """Keep the state of a prompt that has read these tokens; nobody may change it afterwards."""
+        """Keep the state of a prompt after these tokens; the state must not be changed afterwards."""
         if len(tokens) < SHORTEST or nbytes > self.most_bytes:
             return
         node = self._node(tokens)
@@ -82,7 +82,7 @@ class Prefixes:
             self._prune(oldest)
 
     def _node(self, tokens: Tokens) -> _Node:
-        """Return the node at the end of these tokens; make it if needed."""
+        """Return the node at the end of these tokens; make the node if needed."""
         node, depth = self._root, 0
         while depth < len(tokens):
             child = node.children.get(int(tokens[depth]))
@@ -120,7 +120,7 @@ class Prefixes:
 
 
 def _common(a: Tokens, b: Tokens) -> int:
-    """Return how many tokens two sequences have in common at their beginning."""
+    """Return the number of tokens of the longest common prefix of two sequences."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     return int(differ.argmax()) if differ.any() else n

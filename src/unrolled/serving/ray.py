@@ -1,8 +1,8 @@
 """The app on many machines, in Ray Serve.
 
 On a cluster: `serve run unrolled.serving.ray:app folders=/models/book states=s3://bucket/book replicas=4`.
-Any replica continues any state from the store. Requests with the same header x-session-id go to the same
-replica as long as it is there, which then has their states in memory.
+Any replica can continue any state of the store. Requests with the same header x-session-id go to the same
+replica as long as it exists, so that their states are in its memory.
 """
 
 import math
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-SPARE = 64  # requests besides those for an engine, such as /health and those that it refuses
-FULL = 32  # rows: with more, a replica draws few more tokens in a second
+SPARE = 64  # further requests, such as /health and those that the engines refuse
+FULL = 32  # rows; with more rows, a replica draws hardly more tokens per second
 CLOSING = 5.0  # seconds to close a replica after its last request
-TRIES = 3  # to start a replica: what is wrong with a folder stays wrong
+TRIES = 3  # at starting a replica: a wrong folder stays wrong
 
 
 class Arguments(Options):
-    """What can be given to the app, on the command line of `serve run` or as `args` in a file.
+    """The arguments of the app, on the command line of `serve run` or as `args` in a file.
 
-    Paths must lead to the same files on every machine. Relative ones start at the folder of `serve run`.
+    Paths must lead to the same files on every machine. Relative paths start at the folder of `serve run`.
 
     Attributes:
-        replicas: how many there are, or the fewest.
-        most_replicas: with it, there are more replicas while many requests run.
+        replicas: number of replicas; with `most_replicas`, the minimum number.
+        most_replicas: maximum number of replicas. Ray then adds replicas while many requests run.
         cpus: cores of a replica; its kernels run as many threads.
-        host: address at which Ray listens: one that others can reach requires keys. Ray itself is told by
-            its own `http_options`.
+        host: address at which Ray listens. If other machines can reach it, keys are required. It does not
+            change where Ray listens: set the `http_options` of Ray for that.
     """
 
     replicas: Annotated[int, Field(ge=1)] = 1
@@ -61,8 +61,8 @@ class Replica:
     """One process that answers requests.
 
     Args:
-        options: what it serves.
-        threads: of the kernels.
+        options: the options of the server.
+        threads: number of threads of the kernels.
     """
 
     def __init__(self, options: Options, threads: int) -> None:
@@ -80,7 +80,7 @@ class Replica:
         return app
 
     def check_health(self) -> None:
-        """Raise an error if the replica has to be replaced: an engine has ended."""
+        """Raise RuntimeError if an engine has ended, so that Ray replaces the replica."""
         for served in self._models:
             if not served.engine.alive:
                 raise RuntimeError(f"the engine of {served.name} has ended")
@@ -93,11 +93,11 @@ class Replica:
 
 
 class Named:
-    """Tells in the header x-replica which replica answered; leaves x-request-id to Ray, which adds its own.
+    """Adds the header x-replica, which names the replica, and drops x-request-id, which Ray adds itself.
 
     Args:
-        app: what answers.
-        name: of the replica.
+        app: the app that answers.
+        name: name of the replica.
     """
 
     def __init__(self, app: ASGIApp, name: str) -> None:
@@ -120,7 +120,7 @@ def app(arguments: Arguments) -> "Application":
     """Return the application for Ray Serve.
 
     Args:
-        arguments: what it serves, and on how many replicas.
+        arguments: the arguments of the app.
     """
     from ray import serve
     from ray.serve.config import RequestRouterConfig
@@ -130,7 +130,7 @@ def app(arguments: Arguments) -> "Application":
     deploy = serve.deployment(
         name="unrolled",
         ray_actor_options={"num_cpus": arguments.cpus},
-        # The engine is what refuses, with 429: Ray only bounds what waits for it.
+        # The engine refuses requests, with 429; Ray only bounds how many wait for it.
         max_ongoing_requests=room + SPARE,
         max_queued_requests=room,
         graceful_shutdown_timeout_s=Settings.drain + CLOSING,

@@ -1,4 +1,4 @@
-"""A prompt that is being read."""
+"""Reading a prompt in chunks."""
 
 from typing import Any
 
@@ -15,25 +15,25 @@ from unrolled.serving.snapshot import Snapshot
 class Reading:
     """Reads the tokens of a job in chunks, from the longest prefix whose state is kept.
 
-    The last token is read by itself if the state before it is wanted: to be kept for other prompts, or as the
-    state of a job that draws nothing.
+    The last token is read separately if the state before it is needed: to keep it for other prompts, or as
+    the state of a job that draws nothing.
 
     Args:
-        run: of the job.
+        run: the run of the job.
         runner: reads the tokens.
-        prefixes: where states of prompts are looked up and kept.
+        prefixes: looks up and keeps states of prompts.
 
     Attributes:
-        cached: tokens of the state and of the prompt that are not read again.
-        logprobs: of the tokens of the job, if it asks for them.
-        logits: [1, vocab_size], of what follows the prompt.
-        state: of what was read so far.
-        tokens: all tokens that follow the state, int64.
-        start: how many tokens the state had read.
-        room: how many tokens there may be in all, with those that are drawn.
+        cached: number of tokens of the state and of the prompt that are not read again.
+        logprobs: log probabilities of the tokens of the job, if the job asks for them.
+        logits: [1, vocab_size], the logits of the token after the prompt.
+        state: the state after the tokens that were read so far.
+        tokens: all tokens that follow the state of the job, int64.
+        start: number of tokens that the state of the job had read.
+        room: maximum number of tokens of the sequence, including those that will be drawn.
 
     Raises:
-        ValueError: the state of the job is not of this model.
+        ValueError: the state of the job does not fit the model.
     """
 
     def __init__(self, run: Run, runner: Runner, prefixes: Prefixes) -> None:
@@ -59,7 +59,7 @@ class Reading:
 
     @property
     def done(self) -> bool:
-        """Whether all was read that has to be."""
+        """Whether all tokens that must be read have been read."""
         return self._at == len(self.tokens) - (self.run.job.limit == 0)
 
     def advance(self, chunk: int) -> int:
@@ -88,7 +88,7 @@ class Reading:
 
     @property
     def _splits(self) -> bool:
-        """Whether the last token is read by itself."""
+        """Whether the last token is read separately."""
         return self._shared or self.run.job.limit == 0
 
     def _keep(self, end: int) -> None:
@@ -96,7 +96,7 @@ class Reading:
         self._prefixes.keep(self.tokens[:end], copy, self._runner.nbytes(end))
 
     def keep_all(self, drawn: list[int], state: Any) -> None:
-        """Keep the state at the end of the only continuation, which has read all but the last of `drawn`."""
+        """Keep the state at the end of a single continuation, which has read all but the last of `drawn`."""
         if not self._shared or len(self.run.job.keys) > 1:
             return
         tokens = np.concatenate([self.tokens, np.array(drawn[:-1], np.int64)])
@@ -113,12 +113,12 @@ class Reading:
 
 
 def logprobs(logits: Tensor, tokens: Tensor, top: int) -> list[TokenLogprob]:
-    """Tell the logarithms of probabilities.
+    """Return the log probabilities of tokens.
 
     Args:
         logits: [n, vocab_size].
         tokens: [n], one for each row.
-        top: how many of the most likely tokens of each row to tell, too.
+        top: number of most likely tokens of each row to return too.
     """
     all_ = logits.double().log_softmax(-1)
     own = all_.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).tolist()

@@ -1,4 +1,4 @@
-"""Several replicas on this machine: Ray Serve, started for them alone and ended with them."""
+"""Several replicas on this machine, in an instance of Ray Serve that is started and ended with them."""
 
 import logging
 import os
@@ -13,11 +13,11 @@ from unrolled.serving.opening import Options
 from unrolled.serving.ray import Arguments, app
 from unrolled.serving.server import free_place, shown
 
-NAME = "unrolled"  # of the application
-OBJECTS = 100 * 2**20  # bytes of Ray's shared memory, through which nothing passes here
+NAME = "unrolled"  # name of the application
+OBJECTS = 100 * 2**20  # bytes of Ray's shared memory, which is not used here
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # What Ray does on Windows and macOS: every part listens at 127.0.0.1 and at no address others can reach.
+    # As on Windows and macOS: all parts of Ray listen at 127.0.0.1, which other machines cannot reach.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_COLOR_PREFIX": "0",
@@ -28,27 +28,28 @@ ENVIRONMENT = {
 def serve_replicas(options: Options, replicas: int, ready: Callable[[str], None] = print) -> None:
     """Serve models by several processes until SIGTERM or SIGINT; then let running requests end.
 
-    Requests that take too long then are cut off. A second signal ends this process at once, and Ray with it.
+    After the signal, requests that take too long are cut off. A second signal ends this process and Ray at
+    once.
 
     Args:
-        options: what is served.
-        replicas: the number of processes.
+        options: the options of the server.
+        replicas: number of processes.
         ready: called with the address once requests are answered.
 
     Raises:
-        ValueError, OSError: what `Options.check` raises, or the address cannot be listened at.
+        ValueError, OSError: as `Options.check`, or the server cannot listen at the address.
         ImportError: Ray is missing.
         RuntimeError: the replicas did not start.
     """
     options.check()
     address, port = free_place(options.host, options.port)
-    # Ray reads these when it is imported. A token from here leaves no file in the home folder.
+    # Ray reads these when it is imported. With this token, it writes no file to the home folder.
     os.environ |= ENVIRONMENT | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
     _on_signals()
     try:
         with suppress(
             KeyboardInterrupt, SystemExit
-        ):  # the latter by the handler that Ray sets when it starts
+        ):  # SystemExit comes from the handler that Ray sets when it starts
             _start(options, replicas, address, port)
             ready(f"http://{shown(address)}:{port}")
             threading.Event().wait()
@@ -77,13 +78,13 @@ def _start(options: Options, replicas: int, address: str, port: int) -> None:
 
 
 def _end() -> None:
-    """Let requests end, then end Ray, as far as it has started."""
-    with suppress(Exception):  # such as that Ray has not started, or has ended before
+    """Let requests end, then stop as much of Ray as has started."""
+    with suppress(Exception):  # for example, Ray has not started or has already ended
         import ray
         from ray import serve
 
         if ray.is_initialized():
-            with suppress(Exception):  # such as that there is no application yet
+            with suppress(Exception):  # for example, there is no application yet
                 serve.delete(NAME)
             ray.shutdown()
 

@@ -1,4 +1,4 @@
-"""What the engine runs on: it reads tokens, continues sequences, and alone understands their states."""
+"""Runners, which read tokens and continue sequences for the engine; only they know what is in a state."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol
@@ -13,7 +13,7 @@ Wanted = Literal["none", "last", "all"]
 
 
 class Rows(Protocol):
-    """Sequences that are continued side by side; see `unrolled.decode.batch.Batch`."""
+    """Rows of sequences that are continued together; see `unrolled.decode.batch.Batch`."""
 
     logits: Tensor
     length: Tensor
@@ -25,26 +25,26 @@ class Rows(Protocol):
         """Whether each row is continued: [rows] bool."""
 
     def start(self, row: int, state: Any, drawing: Drawing) -> None:
-        """Continue a row, from the logits that it has."""
+        """Continue a sequence in a row, from the logits of this row."""
 
     def draw(self, most: int) -> None:
-        """Draw up to `most` tokens for each row that is continued, and read all but the last of a row."""
+        """Draw up to `most` tokens for each active row; the last token of a row that ends is not read."""
 
     def end(self, row: int, length: int) -> None:
-        """End a row after that many of its new tokens."""
+        """End a row after `length` of its new tokens."""
 
     def tokens(self, row: int) -> Tensor:
         """Return the new tokens of a row so far."""
 
     def failed(self) -> list[int]:
-        """Return the rows that ended because they could not go on."""
+        """Return the rows that ended because they could not be continued."""
 
     def reason(self, row: int) -> str:
-        """Say why a row could not go on."""
+        """Return why a row could not be continued."""
 
 
 class Runner(Protocol):
-    """Reads tokens of one sequence at a time, and continues many.
+    """Reads tokens of one sequence at a time, and continues many sequences together.
 
     Attributes:
         vocab_size: number of tokens that can be drawn.
@@ -53,33 +53,33 @@ class Runner(Protocol):
     vocab_size: int
 
     def rows(self, count: int) -> Rows:
-        """Make that many rows, all idle."""
+        """Make `count` rows, all idle."""
 
     def empty(self) -> Any:
         """The state of a sequence before its first token."""
 
     def copy(self, state: Any, tokens: int) -> Any:
-        """Copy a state, with room for that many tokens in all."""
+        """Copy a state, with room for `tokens` tokens in all."""
 
     def read(self, tokens: Tensor, state: Any, wanted: Wanted) -> tuple[Tensor, Any]:
-        """Read tokens [n]; the state that was given must not be used again.
+        """Read tokens [n]; `state` must not be used again.
 
         Returns:
-            logits of no token [0, vocab_size], of what follows the last [1, vocab_size] or each
-            [n, vocab_size], in fp32; and the new state.
+            The logits in fp32 after no token [0, vocab_size], after the last token [1, vocab_size] or after
+            each token [n, vocab_size], as `wanted` says; and the new state.
         """
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the state of a sequence with room for that many tokens."""
+        """Bytes of the state of a sequence with room for `tokens` tokens."""
 
     def tensors(self, state: Any) -> dict[str, Tensor]:
         """Return a copy of a state as tensors by name, without room for more tokens."""
 
     def state(self, tensors: Mapping[str, Tensor], tokens: int) -> Any:
-        """Make the state after that many tokens of what `tensors` returned.
+        """Make the state after `tokens` tokens from what the method `tensors` returned.
 
         Raises:
-            ValueError: they are not of this model.
+            ValueError: the tensors do not fit the model.
         """
 
 
@@ -94,7 +94,7 @@ class PlanRunner:
         self.plan, self.vocab_size = plan, plan.config.vocab_size
 
     def rows(self, count: int) -> Batch:
-        """Make that many rows, all idle."""
+        """Make `count` rows, all idle."""
         return Batch(self.plan, torch.empty(count, self.vocab_size))
 
     def empty(self) -> PlanState:
@@ -102,7 +102,7 @@ class PlanRunner:
         return self.plan.init_state(1)
 
     def copy(self, state: PlanState, tokens: int) -> PlanState:
-        """Copy a state, with room for that many tokens in all."""
+        """Copy a state, with room for `tokens` tokens in all."""
         return self.plan.resized(state, tokens)
 
     def read(self, tokens: Tensor, state: PlanState, wanted: Wanted) -> tuple[Tensor, PlanState]:
@@ -116,17 +116,17 @@ class PlanRunner:
         return logits, state
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the state of a sequence with room for that many tokens."""
+        """Bytes of the state of a sequence with room for `tokens` tokens."""
         return self.plan.state_bytes(tokens)
 
     def tensors(self, state: PlanState) -> dict[str, Tensor]:
-        """Return a copy of a state as tensors by name; the number of tokens is not among them."""
+        """Return a copy of a state as tensors by name, without the number of tokens."""
         trimmed = self.plan.resized(state, 0)
         return {"fixed": trimmed.fixed, "cache": trimmed.cache}
 
     def state(self, tensors: Mapping[str, Tensor], tokens: int) -> PlanState:
-        """Make the state after that many tokens of what `tensors` returned."""
-        # First of all, since anybody may have written the number of tokens: it could take all memory.
+        """Make the state after `tokens` tokens from what the method `tensors` returned."""
+        # Checked first: a client may have sent any number of tokens, which could take all memory.
         found, expected = 8 + sum(x.nbytes for x in tensors.values()), self.plan.state_bytes(tokens)
         if found != expected:
             raise ValueError(f"the state has {found} bytes, but must have {expected} after {tokens} tokens")
@@ -139,7 +139,7 @@ def check_names(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
     """Check the names of the tensors of a state.
 
     Raises:
-        ValueError: they are others.
+        ValueError: the names differ.
     """
     if found.keys() != expected.keys():
         raise ValueError(f"the state has the tensors {sorted(found)}, but must have {sorted(expected)}")
@@ -149,7 +149,7 @@ def check_like(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> N
     """Check the tensors of a state.
 
     Raises:
-        ValueError: they have other names, shapes or types.
+        ValueError: the names, shapes or dtypes differ.
     """
     check_names(found, expected)
     for name, x in expected.items():

@@ -1,4 +1,4 @@
-"""Jobs of one request: submitted together, their events as one stream, cancelled together."""
+"""The jobs of one request: submitted together, with one stream of events, and cancelled together."""
 
 import asyncio
 import time
@@ -17,19 +17,20 @@ from unrolled.serving.snapshot import Snapshot
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request asks of every prompt in it.
+    """The options of a request, which hold for each of its prompts.
 
     Attributes:
-        state: that all prompts follow.
-        limit: the most new tokens of each continuation.
-        sampling: how they are drawn.
-        seed: of the random streams; None for one from the system.
-        n: continuations of each prompt.
-        stops: token sequences that end one.
-        watch: returns what looks for stop texts in the n continuations of a prompt; None if there are none.
-        logprobs: number of most likely tokens to tell with each, None for no log p at all.
-        prompt_logprobs: whether to tell log p of the prompt's tokens, too.
-        keep: whether to keep states at the end.
+        state: the state that all prompts follow.
+        limit: maximum number of new tokens of each continuation.
+        sampling: how tokens are drawn.
+        seed: seed of the random streams; None for a seed from the system.
+        n: number of continuations of each prompt.
+        stops: token sequences that end a continuation.
+        watch: returns the `Job.watch` that looks for stop texts in the n continuations of a prompt; None if
+            there are no stop texts.
+        logprobs: number of most likely tokens to report with each token; None reports no log probabilities.
+        prompt_logprobs: whether to report log probabilities of the prompt's tokens too.
+        keep: whether to keep the state at the end of each continuation.
     """
 
     state: Snapshot | None
@@ -50,14 +51,14 @@ class Runs:
     Continuation i of prompt p has the number p * n + i.
 
     Args:
-        service: keeps states and counts.
+        service: stores states, and has the metrics.
         served: the model.
-        prompts: tokens of each to read after the state.
-        asked: what is asked of each.
-        record: where tokens are counted.
+        prompts: for each prompt, the tokens to read after the state.
+        asked: the options of the request.
+        record: the record of the request, where tokens are counted.
 
     Raises:
-        ApiError: the engine refuses a job; the others are then cancelled.
+        ApiError: the engine refuses a job; the other jobs are then cancelled.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Runs:
             run.cancel()
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
-        """Yield the number of a prompt and what happened to it; the rows are free when this ends.
+        """Yield events, each with the number of its prompt; when the iteration ends, the rows are free.
 
         Raises:
             ApiError: a job failed, timed out or was given up.
@@ -123,7 +124,7 @@ class Runs:
             metrics.read.inc(self._record.read - self._record.cached)
 
     async def kept(self, event: Finished) -> list[str | None]:
-        """Return the id of the state of each continuation of a prompt, which is then stored."""
+        """Store the state of each continuation of a prompt, and return their ids; None where none is kept."""
         if event.snapshots is None:
             return [None] * self.asked.n
         return [await self._service.keep(snapshot) for snapshot in event.snapshots]
@@ -153,10 +154,10 @@ def room(served: Served, length: int, asked: int | None, default: int, param: st
 
     Args:
         served: the model.
-        length: tokens of the state and the prompt.
-        asked: what the request wants; None if it does not say.
-        default: the number then.
-        param: the field that holds the prompt, for the message.
+        length: number of tokens of the state and the prompt.
+        asked: the number that the request asks for; None if it does not say.
+        default: the number if the request does not say.
+        param: name of the field that holds the prompt, for the message.
 
     Raises:
         ApiError: the model has too few positions.
@@ -176,7 +177,7 @@ def room(served: Served, length: int, asked: int | None, default: int, param: st
 
 
 def _damaged(state: Snapshot | None) -> bool:
-    """Whether a state that a client has made up may be why the engine failed."""
+    """Whether NaN in a state, which may come from a client, can be why the engine failed."""
     return state is not None and any(bool(x.isnan().any()) for x in state.tensors.values())
 
 

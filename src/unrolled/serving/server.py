@@ -1,6 +1,6 @@
-"""One process that answers HTTP: granian's server in our event loop, the engines in threads of their own.
+"""The server process: granian's HTTP server in an event loop, and each engine in its own thread.
 
-Granian closes connections whose headers do not come in time, which uvicorn does not.
+Unlike uvicorn, granian closes connections whose headers do not come in time.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from unrolled.serving.model import Served
 from unrolled.serving.settings import Settings
 from unrolled.serving.states import States
 
-CONNECTIONS = 4_096  # more than the rows and the queue hold, so that it is the queue that is full
+CONNECTIONS = 4_096  # more than the rows and the queue hold, so that the queue fills up first
 STARTING = 10.0  # seconds that the server may take to listen
-CLOSING = 15.0  # seconds for what is left once the engines have stopped, such as bodies that still come
+CLOSING = 15.0  # seconds for other requests once the engines have stopped, such as those still sending bodies
 log = logging.getLogger("unrolled.serving")
 
 
@@ -32,18 +32,18 @@ def serve(
 ) -> None:
     """Serve models until SIGTERM or SIGINT; then let running requests end, and close the states.
 
-    No new requests are taken meanwhile. Requests that take longer than `settings.drain` get an error. A
-    second signal ends the process at once.
+    After the signal, no new requests are accepted, and requests that take longer than `settings.drain` get an
+    error. A second signal ends the process at once.
 
     Args:
-        models: what is served.
-        states: where snapshots live.
-        settings: of the operator.
-        ready: called with the address once requests are answered.
+        models: the models.
+        states: the states that clients keep.
+        settings: the settings of the server.
+        ready: called with the address once the server accepts requests.
 
     Raises:
-        ValueError: two models have one name.
-        OSError: the address cannot be listened at.
+        ValueError: two models have the same name.
+        OSError: the server cannot listen at the address.
     """
     asyncio.run(_serve(models, states, settings, ready))
 
@@ -73,7 +73,7 @@ async def _serve(
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
     app.state.service.ready = False
-    server.stop()  # type: ignore[no-untyped-call]  # it waits for the answers that have begun
+    server.stop()  # type: ignore[no-untyped-call]  # it waits for responses that have begun
     await asyncio.gather(*(asyncio.to_thread(x.engine.drain, settings.drain) for x in models))
     try:
         await asyncio.wait_for(running, CLOSING)
@@ -85,7 +85,7 @@ async def _serve(
 
 
 def _on_signals() -> asyncio.Event:
-    """Return an event that the first SIGTERM or SIGINT sets; the second ends the process."""
+    """Return an event that the first SIGTERM or SIGINT sets; a second signal ends the process."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -99,14 +99,16 @@ def _on_signals() -> asyncio.Event:
 
 
 def free_place(host: str, port: int) -> tuple[str, int]:
-    """Return an address and a port that nobody listens at; granian would share it with another server.
+    """Return the address and the port to listen at, which no other server may use.
+
+    This is checked because granian would share the port with another server.
 
     Args:
         host: name or address to listen at.
-        port: of TCP; 0 takes a free one.
+        port: TCP port; 0 takes a free port.
 
     Raises:
-        OSError: the address cannot be listened at.
+        OSError: the server cannot listen there.
     """
     family, kind, protocol, _, place = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -122,7 +124,7 @@ def free_place(host: str, port: int) -> tuple[str, int]:
 
 
 async def _listening(address: str, port: int, running: "asyncio.Task[None]") -> None:
-    """Wait until the server takes connections."""
+    """Wait until the server accepts connections."""
     until = asyncio.get_running_loop().time() + STARTING
     while True:
         try:
@@ -142,5 +144,5 @@ def _reachable(address: str) -> str:
 
 
 def shown(address: str) -> str:
-    """Return an address as URLs have it: one of IPv6 in brackets."""
+    """Return an address as in URLs, where an IPv6 address is in brackets."""
     return f"[{address}]" if ":" in address else address

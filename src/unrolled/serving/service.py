@@ -19,13 +19,13 @@ Result = TypeVar("Result")
 
 @dataclass
 class Service:
-    """A server's parts.
+    """The parts of a server.
 
     Attributes:
-        models: by name; the first is the default where a request may name none.
-        states: where snapshots live.
-        settings: of the operator.
-        ready: whether requests are taken.
+        models: the models by name; the first is the default where a request may name none.
+        states: the states that clients keep.
+        settings: the settings of the server.
+        ready: whether the server accepts requests.
     """
 
     models: dict[str, Served]
@@ -44,10 +44,10 @@ class Service:
 
     @classmethod
     def of(cls, models: Sequence[Served], states: States, settings: Settings) -> "Service":
-        """Name the models.
+        """Make a service of models, by their names.
 
         Raises:
-            ValueError: there is none, or two have one name.
+            ValueError: there is no model, or two models have the same name.
         """
         named = {served.name: served for served in models}
         if not models or len(named) < len(models):
@@ -56,10 +56,10 @@ class Service:
         return cls(named, states, settings)
 
     def model(self, name: str | None) -> Served:
-        """Return a model, the first one for None.
+        """Return the model of a name; for None, the first model.
 
         Raises:
-            ApiError: there is none of this name.
+            ApiError: there is no model of this name.
         """
         if name is None:
             return next(iter(self.models.values()))
@@ -76,11 +76,11 @@ class Service:
         """Return a state.
 
         Args:
-            id: its id.
-            served: the model that is to continue it.
+            id: id of the state.
+            served: the model that will continue the state; None if the state is not continued.
 
         Raises:
-            ApiError: it is unknown or damaged, or of another model.
+            ApiError: the state is unknown, damaged, or of another model.
         """
         try:
             found = await self.stored(self.states.get, id)
@@ -93,10 +93,10 @@ class Service:
         return found
 
     async def stored(self, ask: Callable[..., Result], *given: str | Snapshot | None) -> Result:
-        """Ask the store of states, in another thread.
+        """Call a method of the store of states, in another thread.
 
         Raises:
-            ApiError: it cannot be reached.
+            ApiError: the store cannot be reached, read or written.
         """
         try:
             return await asyncio.to_thread(ask, *given)
@@ -109,7 +109,7 @@ class Service:
         """Store a state; return its id.
 
         Raises:
-            ApiError: the store cannot be reached, or the state is larger than all that it keeps.
+            ApiError: the store cannot be reached, or the state is larger than the limit of the store.
         """
         try:
             return await self.stored(self.states.keep, snapshot)

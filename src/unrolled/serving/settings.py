@@ -1,4 +1,4 @@
-"""What the operator of a server decides."""
+"""The settings of a server."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,19 +12,19 @@ class Settings:
 
     Attributes:
         host: address to listen at.
-        port: of TCP; 0 takes a free one.
-        keys: secrets of which a client has to send one; none: everybody may ask.
-        rate: requests of a client at most, such as "600/minute"; None is no limit.
-        origin: address of a web page on another server that may ask, such as "https://example.org".
-        timeout: seconds that a request may take.
-        drain: seconds that running requests have to end once the server stops.
-        body_bytes: of a body at most.
-        state_bytes: of a state that is uploaded at most.
-        body_seconds: a body must have come within so many, and one more for each MiB.
-        header_seconds: headers must have come within so many.
+        port: TCP port; 0 takes a free port.
+        keys: secret keys, one of which a client must send; if there are none, any client may send requests.
+        rate: maximum rate of requests of a client, such as "600/minute"; None is no limit.
+        origin: a web page on another server that may send requests, such as "https://example.org".
+        timeout: maximum time of a request, in seconds.
+        drain: seconds in which running requests must end once the server stops.
+        body_bytes: maximum number of bytes of a body.
+        state_bytes: maximum number of bytes of a state that is uploaded.
+        body_seconds: seconds in which a body must arrive, plus one for each MiB.
+        header_seconds: seconds in which headers must arrive.
 
     Raises:
-        ValueError: a server that others can reach has no keys, or the rate is not one.
+        ValueError: there are no keys although other machines can reach the server, or the rate is invalid.
     """
 
     host: str = "127.0.0.1"
@@ -55,15 +55,15 @@ class Settings:
 
     @property
     def loopback(self) -> bool:
-        """Whether only programs of this machine can reach the server."""
+        """Whether only programs on this machine can reach the server."""
         return self.host in LOOPBACK
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """Return the keys in a file, one a line.
+    """Return the keys in a file with one key per line.
 
     Raises:
-        ValueError: there is none, or one is not printable ASCII.
+        ValueError: there is no key, or a key is not printable ASCII.
         OSError: the file cannot be read.
     """
     keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())

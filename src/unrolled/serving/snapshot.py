@@ -1,8 +1,8 @@
-"""The state of one sequence as an immutable value with an id: the SHA-256 of all that it holds.
+"""The state of one sequence as an immutable value, whose id is the SHA-256 of its contents.
 
-The tensors have read every token but the last, which is `pending`. A state after a prompt, after a finished
-answer and in the middle of a text therefore all look the same: whoever continues one reads `pending` and then
-the new tokens. Equal contents have equal ids, so that a request sent twice makes the same state twice.
+The tensors are the state after every token but the last, which is `pending`. So states after a prompt, after
+a finished answer and in the middle of a text have the same form: to continue one, the model reads `pending`
+and then the new tokens. Equal contents have equal ids, so a request sent twice makes the same state twice.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from unrolled.files import sort_metadata
 
-MOST = 2**63 - 1  # of the integers: they fit into 64 bits
+MOST = 2**63 - 1  # largest integer: it fits into 64 bits
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
 _KEYS = ("id", "length", "model", "pending")
@@ -33,9 +33,9 @@ class Snapshot:
 
     Attributes:
         model: the digest of the model, 64 hex digits.
-        length: tokens of the sequence so far, `pending` included; at least 1.
-        pending: the last token; the tensors have read all tokens before it.
-        tensors: by name, of one sequence, on the CPU and contiguous; nobody changes them.
+        length: number of tokens of the sequence so far, including `pending`; at least 1.
+        pending: the last token; the tensors are the state before it.
+        tensors: tensors of one sequence by name, on the CPU and contiguous; they must not be changed.
 
     Raises:
         ValueError: an attribute is not as described.
@@ -66,7 +66,7 @@ class Snapshot:
 
     @cached_property
     def id(self) -> str:
-        """64 hex digits: the SHA-256 of the attributes, and of each tensor's name, dtype, shape and bytes."""
+        """The SHA-256 of the attributes and of the names, dtypes, shapes and bytes of the tensors, in hex."""
         ordered = sorted(self.tensors.items())
         described = [[name, str(x.dtype).removeprefix("torch."), list(x.shape)] for name, x in ordered]
         total = hashlib.sha256(json.dumps([self.model, self.length, self.pending, described]).encode())
@@ -82,7 +82,7 @@ class Snapshot:
     def to_bytes(self) -> bytes:
         """Return a safetensors file with `model`, `length`, `pending` and `id` in its metadata.
 
-        A snapshot gives the same bytes on every call, on every machine.
+        The bytes of a snapshot are the same on every call and every machine.
         """
         metadata = {key: str(getattr(self, key)) for key in _KEYS}
         content = bytearray(save(_apart(self.tensors), metadata))
@@ -91,15 +91,15 @@ class Snapshot:
 
     @classmethod
     def of_bytes(cls, content: bytes, expected: str | None = None) -> "Snapshot":
-        """Read what `to_bytes` wrote. The content may come from anybody.
+        """Read what `to_bytes` wrote. The content need not be trusted.
 
         Args:
             content: a safetensors file. Memory and time are proportional to its size.
-            expected: the id that it must have.
+            expected: the id that the state must have.
 
         Raises:
-            ValueError: `content` is not a safetensors file, its metadata are missing or wrong, or its id is
-                not that of what it holds, or not `expected`.
+            ValueError: `content` is not a safetensors file, its metadata are missing or wrong, or its id does
+                not match its contents or `expected`.
         """
         tensors = _tensors(content)
         metadata = _metadata(content)
@@ -122,7 +122,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share memory with another, which safetensors refuses."""
+    """Copy tensors that share memory with another tensor, which safetensors refuses."""
     found, seen = {}, set()
     for name, x in tensors.items():
         place = x.untyped_storage().data_ptr()
@@ -135,19 +135,19 @@ def _tensors(content: bytes) -> dict[str, Tensor]:
     try:
         tensors = load(content)
     except SafetensorError as error:
-        reason = " ".join(str(error).split())[:200]  # it may quote the file
+        reason = " ".join(str(error).split())[:200]  # the error may quote the file
         raise ValueError(f"the state is not a readable safetensors file: {reason}") from error
-    except (KeyError, TypeError, RuntimeError, OverflowError) as error:  # what torch says of odd headers
+    except (KeyError, TypeError, RuntimeError, OverflowError) as error:  # errors of torch for odd headers
         raise ValueError("the state has a tensor whose dtype or shape PyTorch cannot hold") from error
     for name, x in tensors.items():
         if x.dtype == torch.bool and x.numel() and int(_bytes(x).max()) > 1:
             raise ValueError(f"the state's tensor {name[:80]!r} is of truth values, but holds other bytes")
-    # Copies: what is read from a file may lie unaligned, which changes the rounding of some products.
+    # Copies: tensors read from a file may be unaligned, which changes the rounding of some products.
     return {name: x.clone() for name, x in tensors.items()}
 
 
 def _metadata(content: bytes) -> dict[str, str]:
-    """Read the metadata of a safetensors file whose header safetensors has found to be right."""
+    """Read the metadata of a safetensors file whose header safetensors has already checked."""
     (size,) = struct.unpack("<Q", content[:8])
     metadata: dict[str, str] | None = json.loads(content[8 : 8 + size]).get("__metadata__")
     return metadata or {}

@@ -1,4 +1,4 @@
-"""States of sequences: the most recently used in memory, all of them in a store."""
+"""States of sequences: all of them in a store, and the most recently used ones also in memory."""
 
 import threading
 import time
@@ -9,12 +9,12 @@ from typing import NamedTuple
 from unrolled.serving.snapshot import Snapshot
 from unrolled.serving.store import Store
 
-RECENT = 60.0  # seconds: for so long, a state in memory is taken to be in the store still
+RECENT = 60.0  # seconds for which a state in memory is assumed to be still in the store
 
-OVERHEAD = 1024  # bytes of a state beside its tensors, so that states of none do not pile up
+OVERHEAD = 1024  # bytes of a state besides its tensors, so that states without tensors count too
 
 
-class UnknownState(LookupError):  # noqa: N818 - it is an answer, and the name that the API gives it
+class UnknownState(LookupError):  # noqa: N818 - it is an answer, with the name that it has in the API
     """There is no state with this id: it was dropped, deleted or never kept."""
 
     def __init__(self, id: str) -> None:
@@ -23,18 +23,18 @@ class UnknownState(LookupError):  # noqa: N818 - it is an answer, and the name t
 
 class _Held(NamedTuple):
     snapshot: Snapshot
-    seen: float  # when it was last known to be in the store
+    seen: float  # when the state was last known to be in the store
 
 
 class States:
-    """States in front of a store. Any number of threads may use one.
+    """A store of states with a cache in memory. Any number of threads may use it.
 
-    A state that another process deletes is served from memory for up to a minute more.
+    A state that another process deletes is served from memory for up to one more minute.
 
     Args:
-        store: where the states live.
-        memory_bytes: of `nbytes`. The least recently used are dropped from memory above it; a larger one is
-            read from the store each time.
+        store: the store.
+        memory_bytes: maximum `nbytes` of the cache. Beyond it, the least recently used states are dropped
+            from memory; a state that is larger than it is read from the store each time.
     """
 
     def __init__(self, store: Store, memory_bytes: int) -> None:
@@ -47,14 +47,14 @@ class States:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the states in memory, each with 1,024 for what is not a tensor."""
+        """Size in bytes of the states in memory, with 1,024 bytes for each besides its tensors."""
         return self._bytes
 
     def keep(self, snapshot: Snapshot) -> str:
-        """Keep a state and return its id. It is in the store when this returns.
+        """Keep a state and return its id. The state is in the store when this method returns.
 
         Raises:
-            ValueError: the state is larger than all that the store keeps.
+            ValueError: the state is larger than the limit of the store.
             OSError: the store cannot be written.
         """
         self._store.put(snapshot.id, snapshot.to_bytes())
@@ -65,7 +65,7 @@ class States:
         """Return a state. This counts as use, also in the store.
 
         Raises:
-            UnknownState: there is none with this id.
+            UnknownState: there is no state with this id.
             ValueError: `id` is not 64 hex digits, or the state in the store is damaged.
             OSError: the store cannot be read.
         """
@@ -84,7 +84,7 @@ class States:
         return snapshot
 
     def __contains__(self, id: str) -> bool:
-        """Return whether the store has a state, without reading it."""
+        """Return whether the store has a state, without reading the state."""
         return self._store.touch(id)
 
     def delete(self, id: str) -> bool:
@@ -114,10 +114,10 @@ class States:
         self._store.close()
 
     def _check_store(self, held: _Held) -> None:
-        """Tell the store, once a minute, that a state in memory is in use; learn whether it was deleted."""
+        """Once a minute, tell the store that a state in memory is in use, and check that it still exists."""
         if time.monotonic() - held.seen < RECENT:
             return
-        with suppress(OSError):  # while the store cannot be reached, what is in memory can be served
+        with suppress(OSError):  # while the store cannot be reached, states in memory are served
             if not self._store.touch(held.snapshot.id):
                 self._forget(held.snapshot.id)
                 raise UnknownState(held.snapshot.id)

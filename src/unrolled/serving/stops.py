@@ -9,19 +9,21 @@ class StopFinder:
     """Looks for stop texts in a text that comes in parts.
 
     Args:
-        stops: texts, none of them empty. The first that ends counts, of those that end together the longest.
+        stops: texts, none of them empty. The stop text that ends first counts; of several that end at the
+            same place, the longest.
 
     Attributes:
-        found: whether one was found.
+        found: whether a stop text was found.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self._held, self.found = stops, "", False
 
     def feed(self, text: str) -> str:
-        """Take the next part; return what is certain to stand before a stop text.
+        """Take the next part; return the text that is certainly not part of a stop text.
 
-        A text that could be the beginning of a stop text is held back. Nothing comes after one was found.
+        Text that could be the beginning of a stop text is held back. Once a stop text was found, nothing more
+        is returned.
         """
         if self.found:
             return ""
@@ -37,18 +39,18 @@ class StopFinder:
         return held[: len(held) - kept]
 
     def rest(self) -> str:
-        """Return what was held back, at the end of the text."""
+        """Return the text that was held back; called at the end of the text."""
         held, self._held = self._held, ""
         return held
 
 
 class Watch:
-    """Tells the engine where continuations end by a stop text.
+    """Tells the engine where a stop text ends a continuation; see `Job.watch`.
 
-    Called in the engine's thread, with the new tokens of one continuation after the other.
+    The engine calls it in its own thread, with the new tokens of one continuation at a time.
 
     Args:
-        text: what the ids mean.
+        text: decodes the ids.
         stops: texts, none of them empty.
         count: number of continuations.
     """
@@ -67,5 +69,5 @@ class Watch:
 
 
 def _beginning(text: str, stop: str) -> int:
-    """Return the length of the longest beginning of `stop`, not all of it, that `text` ends with."""
+    """Return the length of the longest proper prefix of `stop` that `text` ends with."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

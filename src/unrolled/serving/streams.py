@@ -1,4 +1,4 @@
-"""Server-sent events: chunks of JSON that a client gets as they are made."""
+"""Server-sent events: chunks of JSON that are sent to a client as soon as they are made."""
 
 import asyncio
 import json
@@ -20,11 +20,11 @@ log = logging.getLogger("unrolled.serving")
 
 
 async def stream(request: Request, chunks: Chunks) -> "EventStream":
-    """Return the response of a stream once its first chunk is there.
+    """Return the response of a stream once its first chunk has been made.
 
     Raises:
-        ApiError: there was an error before it, which then is the response.
-        GoneError: the client went away before it.
+        ApiError: there was an error before the first chunk; it is the response then.
+        GoneError: the client went away before the first chunk.
     """
     try:
         first = await unless_gone(request, _next(chunks))
@@ -35,11 +35,11 @@ async def stream(request: Request, chunks: Chunks) -> "EventStream":
 
 
 class EventStream(Response):
-    """Chunks, then [DONE]; or an event with the error that ended them.
+    """A response of chunks and then [DONE]; after an error, an event with this error ends it.
 
     Args:
         first: the first chunk.
-        chunks: the others; closed at the end, also when the client goes away.
+        chunks: the other chunks; closed at the end, also when the client goes away.
     """
 
     media_type = "text/event-stream"

@@ -1,4 +1,4 @@
-"""Conversations as one text, by the Jinja template of a model."""
+"""Render a conversation to one text, with the Jinja template of a model."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ def render(template: str, messages: Sequence[Mapping[str, str]], special_tokens:
     """Return the text of a conversation, up to where the assistant speaks.
 
     Args:
-        template: Jinja, as in folders of Hugging Face.
-        messages: each with `role` and `content`.
-        special_tokens: by the names that templates use, such as `bos_token`.
+        template: Jinja template, as in the folders of Hugging Face models.
+        messages: the messages, each with `role` and `content`.
+        special_tokens: special tokens by the names that templates use, such as `bos_token`.
 
     Raises:
-        ValueError: the template is wrong, or refuses these messages.
+        ValueError: the template is invalid, or refuses these messages.
     """
     from jinja2 import TemplateError
 

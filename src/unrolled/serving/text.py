@@ -1,4 +1,4 @@
-"""Text and ids: of a run's own vocabulary, or of a tokenizer of Hugging Face."""
+"""Conversion between text and ids, by the vocabulary of a run or a Hugging Face tokenizer."""
 
 import codecs
 import json
@@ -18,24 +18,24 @@ BROKEN = "\ufffd"
 
 
 class Reader(Protocol):
-    """Decodes one sequence as its ids come."""
+    """Decodes one sequence while its ids arrive."""
 
     def __call__(self, ids: list[int], final: bool = False) -> str:
         """Return the text that is complete with these ids.
 
         Args:
-            ids: the next ones.
-            final: no more will come, so bytes that are no character become U+FFFD.
+            ids: the next ids.
+            final: whether these are the last ids, so that incomplete bytes become U+FFFD.
         """
 
 
 class Text(Protocol):
-    """What the ids of a model mean.
+    """Encodes text to the ids of a model, and decodes ids.
 
     Attributes:
-        ends: token sequences that end a text, such as `</s>`; each is one token.
-        chat_template: Jinja; None if the model has none.
-        special_tokens: by the names that chat templates use, such as `bos_token`.
+        ends: token sequences that end a text, such as `</s>`; each is a single token.
+        chat_template: Jinja template; None if the model has none.
+        special_tokens: special tokens by the names that chat templates use, such as `bos_token`.
     """
 
     ends: list[list[int]]
@@ -56,18 +56,18 @@ class Text(Protocol):
         """Return a decoder of one sequence."""
 
     def piece(self, id: int) -> str:
-        """Return the text of one token; of a part of a character, a name that no other token has."""
+        """Return the text of one token; for a part of a character, a name that no other token has."""
 
     def piece_bytes(self, id: int) -> list[int] | None:
-        """Return the bytes of one token, None where they are unknown."""
+        """Return the bytes of one token; None if they are unknown."""
 
 
 class VocabularyText:
     """Characters, bytes or plain numbers, as in `vocabulary.json`.
 
     Args:
-        vocabulary: of the kind "text" or "ids".
-        folder: the run; its `chat_template.jinja` is used if there is one.
+        vocabulary: a vocabulary of the kind "text" or "ids".
+        folder: the run folder; its `chat_template.jinja` is used if there is one.
 
     Raises:
         ValueError: the vocabulary is of another kind.
@@ -97,7 +97,7 @@ class VocabularyText:
         return partial(_read_each, self._vocabulary.reader())
 
     def piece(self, id: int) -> str:
-        """Return the character, ` 17` for a number, and `bytes:\\xc3` for a part of a character."""
+        """Return the character of an id, ` 17` for a number, or `bytes:\\xc3` for a part of a character."""
         if self._bytes:
             return chr(id) if id < 128 else f"bytes:\\x{id:02x}"
         return self._vocabulary.reader()(id)
@@ -108,12 +108,12 @@ class VocabularyText:
 
 
 class TokenizerText:
-    """A tokenizer of Hugging Face; special tokens have no text.
+    """A Hugging Face tokenizer; special tokens have no text.
 
     Args:
-        folder: holds `tokenizer.json`, and may hold `tokenizer_config.json`, `generation_config.json` and
-            `chat_template.jinja`.
-        vocabulary: of the kind "tokenizer", whose tokenizer is taken instead of `tokenizer.json`.
+        folder: a folder with `tokenizer.json`, and optionally `tokenizer_config.json`,
+            `generation_config.json` and `chat_template.jinja`.
+        vocabulary: a vocabulary of the kind "tokenizer", whose tokenizer replaces `tokenizer.json`.
 
     Raises:
         ImportError: the library `tokenizers` is not installed.
@@ -163,19 +163,19 @@ class TokenizerText:
         return _StreamReader(self._tokenizer)
 
     def piece(self, id: int) -> str:
-        """Return the text of one token; of a special one and of a part of a character, its name."""
+        """Return the text of one token; for a special token or a part of a character, its name."""
         text: str = self._tokenizer.decode([id], skip_special_tokens=False)
         name: str | None = self._tokenizer.id_to_token(id)
         return f"token:{id}" if name is None else name if BROKEN in text or not text else text
 
     def piece_bytes(self, id: int) -> list[int] | None:
-        """Return the bytes of one token, None for a part of a character."""
+        """Return the bytes of one token; None for a part of a character."""
         text = self._tokenizer.decode([id], skip_special_tokens=False)
         return None if BROKEN in text else list(text.encode())
 
 
 class _StreamReader:
-    """Decodes by the library's stream, and keeps the ids that it has not told yet."""
+    """Decodes with the stream of the library `tokenizers`, and keeps the ids that it has not decoded yet."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         from tokenizers.decoders import DecodeStream
@@ -211,7 +211,7 @@ def _read_each(read: Any, ids: list[int], final: bool = False) -> str:
 
 
 def _tokenizer(path: Path, content: str | None) -> "Tokenizer":
-    """Make a tokenizer of the content of a file, by default a `tokenizer.json`."""
+    """Make a tokenizer of `content`, or of the file if `content` is None; `path` is for errors too."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -242,14 +242,14 @@ def _template(folder: Path) -> str | None:
 
 
 def _default_template(given: Any) -> str | None:
-    """Return the template of a tokenizer's config, where several may stand by name."""
+    """Return the default template of a tokenizer's config, which may have several templates by name."""
     if isinstance(given, list):
         given = {x.get("name"): x.get("template") for x in given if isinstance(x, dict)}.get("default")
     return given if isinstance(given, str) else None
 
 
 def _content(value: Any) -> str | None:
-    """Return a special token as text: it stands as one, or as an object with its properties."""
+    """Return the text of a special token, which may be given as an object with properties."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None

@@ -1,6 +1,6 @@
-"""Models that no plan can run: each sequence is read and continued alone, by the model itself.
+"""Models that no plan can run: the model itself reads and continues each sequence, one at a time.
 
-Products of one row do not depend on other rows, so results are the same bits whatever else is going on.
+So the results of a sequence do not depend, bit for bit, on other sequences.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class ModelRunner:
         self._fixed, self._growth = sizes[0], sizes[1] - sizes[0]
 
     def rows(self, count: int) -> "ModelRows":
-        """Make that many rows, all idle."""
+        """Make `count` rows, all idle."""
         return ModelRows(self.model, count, self.vocab_size)
 
     def empty(self) -> Any:
@@ -39,12 +39,12 @@ class ModelRunner:
         return self.model.init_state(1)
 
     def copy(self, state: Any, tokens: int) -> Any:
-        """Return the state itself: states of models are values."""
+        """Return the state itself, since models do not change states in place."""
         return state
 
     def read(self, tokens: Tensor, state: Any, wanted: Wanted) -> tuple[Tensor, Any]:
         """Read tokens [n]; see `unrolled.serving.runner.Runner.read`."""
-        if len(tokens) == 1:  # rounded as tokens that are drawn
+        if len(tokens) == 1:  # rounded like tokens that are drawn
             logits, state = self.model.step(tokens, state)
         else:
             of_one, state = self.model.prefill(tokens.unsqueeze(0), state)
@@ -53,7 +53,7 @@ class ModelRunner:
         return logits[len(tokens) - count :].float(), state
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the state of a sequence of that many tokens; windows are counted without their end."""
+        """Bytes of the state after `tokens` tokens; windows count as if their states grew without limit."""
         return self._fixed + self._growth * max(tokens - 1, 0)
 
     def tensors(self, state: Any) -> dict[str, Tensor]:
@@ -61,15 +61,15 @@ class ModelRunner:
         return {name: x.detach().contiguous().clone() for name, x in leaves(state).items()}
 
     def state(self, tensors: Mapping[str, Tensor], tokens: int) -> Any:
-        """Make the state after that many tokens of what `tensors` returned."""
+        """Make the state after `tokens` tokens from what the method `tensors` returned."""
         like = self.model.init_state(1)
         expected = leaves(like)
-        check_names(tensors, expected)  # the layers check shapes and types when they read
+        check_names(tensors, expected)  # the layers check shapes and dtypes when they read
         in_order = iter([tensors[name].clone() for name in expected])
         return map_tensors(lambda _: next(in_order), like)
 
     def _after(self, tokens: int) -> Any:
-        """The state after that many tokens 0: its shapes are those of any other sequence."""
+        """The state after `tokens` zeros, whose shapes are those of any sequence of this length."""
         _, state = self.model.prefill(torch.zeros(1, tokens, dtype=torch.long), self.model.init_state(1))
         return state
 
@@ -89,14 +89,14 @@ class ModelRows:
         self._failed: dict[int, str] = {}
 
     def start(self, row: int, state: Any, drawing: Drawing) -> None:
-        """Continue a row, from the logits that it has."""
+        """Continue a sequence in a row, from the logits of this row."""
         self._failed.pop(row, None)
         self.states[row], self._drawings[row] = state, drawing
         self.told[row] = torch.empty(MOST_TOLD, self.logits.shape[1]) if drawing.tells else None
         self._drawn[row], self.length[row], self.active[row] = [], 0, True
 
     def draw(self, most: int) -> None:
-        """Draw up to `most` tokens for each row that is continued."""
+        """Draw up to `most` tokens for each active row."""
         rows: list[int] = self.active.nonzero().flatten().tolist()
         if any(self.told[row] is not None for row in rows):
             most = min(most, MOST_TOLD)
@@ -106,7 +106,7 @@ class ModelRows:
                     self._draw_one(row, step)
 
     def end(self, row: int, length: int) -> None:
-        """End a row after that many of its new tokens."""
+        """End a row after `length` of its new tokens."""
         self.length[row], self.active[row] = length, False
 
     def tokens(self, row: int) -> Tensor:
@@ -114,11 +114,11 @@ class ModelRows:
         return torch.tensor(self._drawn[row][: int(self.length[row])], dtype=torch.long)
 
     def failed(self) -> list[int]:
-        """Return the rows that ended because they could not go on."""
+        """Return the rows that ended because they could not be continued."""
         return sorted(self._failed)
 
     def reason(self, row: int) -> str:
-        """Say why a row could not go on."""
+        """Return why a row could not be continued."""
         return self._failed[row]
 
     def _draw_one(self, row: int, step: int) -> None:

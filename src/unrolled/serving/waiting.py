@@ -14,10 +14,10 @@ Item = TypeVar("Item", bound=_Queued)
 
 
 class Waiting(Generic[Item]):
-    """Items in the order in which they came, for each client; the clients take turns.
+    """Items of each client in the order in which they came; the clients take turns.
 
     Args:
-        most: number of items at a time.
+        most: maximum number of items at a time.
     """
 
     def __init__(self, most: int) -> None:
@@ -33,12 +33,12 @@ class Waiting(Generic[Item]):
         return self._size >= self.most
 
     def add(self, item: Item) -> None:
-        """Add an item at the end of its client's."""
+        """Add an item after the other items of its client."""
         self._queues.setdefault(item.client, deque()).append(item)
         self._size += 1
 
     def first(self) -> Item | None:
-        """Return the item whose turn it is; it stays."""
+        """Return the item whose turn it is, without removing it."""
         return next(iter(self._queues.values()))[0] if self._queues else None
 
     def take(self) -> Item:

@@ -1,4 +1,4 @@
-"""Continuations that are being drawn."""
+"""Drawing continuations."""
 
 from typing import Any
 
@@ -17,49 +17,49 @@ class _Continuation:
 
     def __init__(self, reading: Reading, index: int, row: int) -> None:
         self.reading, self.job, self.index, self.row = reading, reading.run.job, index, row
-        self.told = 0  # tokens that were told to the client
+        self.told = 0  # number of tokens sent to the client
 
 
 class Writing:
     """Draws tokens for continuations side by side.
 
     Args:
-        runner: of the model.
-        digest: of the model.
-        count: of rows.
+        runner: runs the model.
+        digest: digest of the model.
+        count: number of rows.
     """
 
     def __init__(self, runner: Runner, digest: str, count: int) -> None:
         self._runner, self._digest, self.count = runner, digest, count
         self._rows = runner.rows(count)
         self._free = list(range(count))[::-1]
-        self._reserved = 0  # of the free rows, for prompts that are being read
+        self._reserved = 0  # free rows reserved for prompts that are being read
         self._open: dict[int, _Continuation] = {}
         self._snapshots: dict[Run, dict[int, Snapshot | None]] = {}
 
     @property
     def active(self) -> int:
-        """Continuations that go on."""
+        """Number of continuations that have not ended."""
         return len(self._open)
 
     @property
     def runs(self) -> list[Run]:
-        """The jobs whose continuations go on."""
+        """The jobs with continuations that have not ended."""
         return list(self._snapshots)
 
     def reserve(self, rows: int) -> bool:
-        """Set free rows aside, if there are as many."""
+        """Reserve free rows; return False if there are not enough."""
         if self._reserved + rows > len(self._free):
             return False
         self._reserved += rows
         return True
 
     def give_back(self, rows: int) -> None:
-        """Return rows that were set aside."""
+        """Give up reserved rows."""
         self._reserved -= rows
 
     def begin(self, reading: Reading) -> None:
-        """Continue a prompt that was read, in the rows set aside for it."""
+        """Continue a prompt that was read, in the rows reserved for it."""
         job, run = reading.run.job, reading.run
         self.give_back(len(job.keys))
         self._snapshots[run] = {}
@@ -79,7 +79,7 @@ class Writing:
         self._snapshots.pop(run, None)
 
     def draw(self, most: int) -> list[tuple[Run, Event | EngineError]]:
-        """Draw up to `most` tokens for every continuation; return what is to be told."""
+        """Draw up to `most` tokens for every continuation; return the events."""
         before = {row: self._before(x) for row, x in self._open.items() if x.job.watch and x.job.keep}
         self._rows.draw(most)
         told: list[tuple[Run, Event | EngineError]] = []
@@ -98,15 +98,15 @@ class Writing:
         return self._runner.copy(self._rows.states[x.row], 0)
 
     def _after(self, x: _Continuation, active: bool, before: Any) -> list[tuple[Run, Event | EngineError]]:
-        """Look at what was drawn for a continuation."""
+        """Return the events of a continuation after a block, and close it if it has ended."""
         run, row = x.reading.run, x.row
-        tokens = self._rows.tokens(row)  # all of them: only the new ones are looked at until the end
+        tokens = self._rows.tokens(row)  # all of its new tokens so far
         new: list[int] = tokens[x.told :].tolist()
         state, kept = self._rows.states[row], None
         if x.job.watch is not None and (kept := x.job.watch(x.index, new)) is not None:
             if before is not None and (kept < len(new) or active):
                 state = self._runner.copy(before, x.reading.room)
-                for token in new[: kept - 1]:  # one by one, as they were read before
+                for token in new[: kept - 1]:  # one by one, so that they are rounded as before
                     _, state = self._runner.read(torch.tensor([token]), state, "none")
             new = new[:kept]
         finish, drawn = None, list[int]()
@@ -145,7 +145,7 @@ class Writing:
         self._free.append(x.row)
 
     def _seen(self, reading: Reading) -> Tensor:
-        """Which tokens of the vocabulary the prompt holds."""
-        seen = torch.zeros(self._runner.vocab_size + 1, dtype=torch.uint8)  # the start symbol is none of them
+        """Return which tokens of the vocabulary the prompt holds."""
+        seen = torch.zeros(self._runner.vocab_size + 1, dtype=torch.uint8)  # one more for the start symbol
         seen[torch.from_numpy(reading.tokens)] = 1
         return seen[:-1].clone()

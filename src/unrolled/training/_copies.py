@@ -1,4 +1,4 @@
-"""A copy of the model on each process, by DDP, which sends gradients while the backward pass goes on."""
+"""A copy of the model on each process, by DDP, which sends gradients while the backward pass runs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +19,8 @@ from unrolled.training.spread import Spread
 class Copies(Spread):
     """Trains a model that is equal on all processes.
 
-    DDP hooks into `forward` only, so that calls of other methods are passed through one. It must know whether
-    the loss leaves out a parameter, and is made when the first one is there.
+    DDP hooks into `forward` only, so calls of other methods are passed through a `forward` (see `_Called`).
+    DDP must know whether the loss leaves out a parameter, so it is made once the first loss is computed.
     """
 
     def __init__(self, model: Trainable, processes: Processes) -> None:
@@ -56,7 +56,8 @@ class Copies(Spread):
     def _made(self, result: object) -> DistributedDataParallel:
         trained = {id(x) for x in self._module.parameters() if x.requires_grad}
         unused = self._processes.sum([len(trained - _used(result))])[0] > 0
-        # Buffers that training changes differ, as dropout does. Older versions of torch have another name.
+        # Buffers that training changes differ between the copies, as dropout does, so they are not broadcast.
+        # Older versions of torch have another name for this option.
         names = signature(DistributedDataParallel).parameters.keys()
         own_buffers: dict[str, Any] = {max({"forward_sync_buffers", "broadcast_buffers"} & names): False}
         ddp = DistributedDataParallel(
@@ -115,7 +116,7 @@ def _add(
     state: object,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP asks for this annotation
 ) -> torch.futures.Future[Tensor]:
-    """Add gradients up over the processes; DDP by itself would average them."""
+    """Add up gradients over the processes; without this hook, DDP would average them."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     future: torch.futures.Future[Sequence[Tensor]] = cast(Any, work).get_future()
     return future.then(lambda done: done.value()[0])

@@ -1,7 +1,7 @@
 """Torch's distributed checkpoints (DCP), as a folder of safetensors files: one for each process that writes.
 
-DCP's own format is not used, since its index is a pickle. The import takes long, so that only what reads or
-writes such a folder imports this.
+DCP's own format is not used, since its index is a pickle. Importing DCP takes long, so this module is only
+imported to read or write such a folder.
 """
 
 import warnings
@@ -30,11 +30,11 @@ Shapes = dict[str, tuple[torch.Size, torch.dtype]]
 
 
 def write(folder: Path, tensors: dict[str, Tensor], processes: Processes) -> None:
-    """Write tensors, each process its parts of them, and one of them what all have.
+    """Write tensors: each process its parts of sharded tensors, and one process the tensors that all have.
 
     Raises:
         OSError: a file cannot be written, as on a full disk.
-        ElsewhereError: another process could not.
+        ElsewhereError: another process could not write its files.
     """
     with system_errors(folder), _own_errors(processes):
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
@@ -42,7 +42,7 @@ def write(folder: Path, tensors: dict[str, Tensor], processes: Processes) -> Non
 
 
 def shapes(folder: Path) -> Shapes:
-    """Return shape and type of each tensor in a folder, by name."""
+    """Return the shape and dtype of each tensor in a folder, by name."""
     found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {
         name: (x.size, x.properties.dtype)
@@ -52,7 +52,7 @@ def shapes(folder: Path) -> Shapes:
 
 
 def read(folder: Path, tensors: dict[str, Tensor], processes: Processes) -> None:
-    """Fill tensors, which may be sharded otherwise than those that were written."""
+    """Fill tensors, which may be sharded differently from those that were written."""
     with _own_errors(processes), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process needs no group
         reader = HuggingFaceStorageReader(str(folder))
@@ -62,7 +62,7 @@ def read(folder: Path, tensors: dict[str, Tensor], processes: Processes) -> None
 
 @contextmanager
 def _own_errors(processes: Processes) -> Iterator[None]:
-    """Raise the errors of DCP, which it gathers from all processes, each on its own process."""
+    """Raise each of the errors that DCP gathers from all processes on the process where it occurred."""
     try:
         yield
     except CheckpointException as error:

@@ -1,4 +1,4 @@
-"""States put aside in a temporary file, so that memory does not grow with their number."""
+"""A stack of states in a temporary file, so that memory does not grow with their number."""
 
 import math
 import tempfile
@@ -11,21 +11,22 @@ from torch import Tensor
 from unrolled.ops.state import State, leaves, map_tensors
 
 IN_MEMORY = 2**23
-"""Bytes that are held in memory before all goes to the file."""
+"""Number of bytes up to which the states stay in memory; beyond it, all are moved to the file."""
 
 
 class _Place(NamedTuple):
-    """Where the tensors of a state are, and what they are."""
+    """The offset of a state in the file, and the shapes and dtypes of its tensors."""
 
     offset: int
-    tensors: list[tuple[tuple[int, ...], torch.dtype]]  # not as tensors of "meta", which are memory too
+    tensors: list[tuple[tuple[int, ...], torch.dtype]]  # not tensors of "meta", which take memory too
 
 
 class KeptStates:
-    """A stack of states, the last that was pushed first.
+    """A stack of states: `pop` returns the state that was pushed last.
 
-    As tensors, they would also lie between short-lived ones and keep the allocator from reusing their memory:
-    for 131,072 tokens in segments of 4,096, states of 4 MB made the process 400 MB larger.
+    If the states were kept as tensors, they would also lie between short-lived tensors and keep the allocator
+    from reusing the memory of these: for 131,072 tokens in segments of 4,096, states of 4 MB made the process
+    400 MB larger.
 
     `largest` is the size in bytes of the largest stack that this process has had.
     """
@@ -37,7 +38,7 @@ class KeptStates:
         self._places: list[_Place] = []
 
     def push(self, state: State) -> None:
-        """Put a state aside.
+        """Push a state.
 
         Raises:
             OSError: the disk is full.
@@ -49,7 +50,7 @@ class KeptStates:
         KeptStates.largest = max(KeptStates.largest, self._file.tell())
 
     def pop(self, like: State) -> State:
-        """Take back the last state that is left, in the structure and on the device of `like`."""
+        """Remove and return the state that was pushed last, in the structure and on the device of `like`."""
         offset, shapes = self._places.pop()
         self._file.seek(offset)
         tensors = (self._read(*shape) for shape in shapes)

@@ -1,10 +1,11 @@
 """How the processes of one start find each other under torchrun.
 
-The torchrun of torch 2.13 keeps one store of keys and values over restarts, in which new processes find the
-addresses of dead ones and fail to connect to them. So each start gets a prefix in the store. Nothing that
-torchrun tells its processes is new at each start and the same on all machines, hence the first process makes
-one up. Every other one leaves a name in the store, finds the prefix under it, and confirms under the prefix;
-a name that a dead process has left is answered too, but never confirmed.
+The torchrun of torch 2.13 keeps one store of keys and values over restarts. In this store, new processes find
+the addresses of dead processes and fail to connect to them. So each start needs a key prefix of its own.
+torchrun tells its processes nothing that is new at each start and the same on all machines, hence the first
+process makes up the prefix. Every other process writes a name to the store, reads the prefix from the key of
+this name, and confirms it by a key under the prefix. The first process also answers names that dead processes
+have left, but these are never confirmed.
 """
 
 import time
@@ -20,7 +21,7 @@ def met() -> tuple[Store, int, int]:
     """Return a store of this start only, the rank of this process and the number of processes.
 
     Raises:
-        TimeoutError: another process has not come in ten minutes.
+        TimeoutError: another process has not started within ten minutes.
     """
     store, rank, size = next(rendezvous("env://"))
     own = uuid.uuid4().hex

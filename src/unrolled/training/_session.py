@@ -25,7 +25,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class SignalFlag:
-    """Whether a signal has asked the run to stop: `signal` is the number of the first, else None."""
+    """Whether a signal has asked the run to stop: `signal` is the number of the first one, else None."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -42,9 +42,9 @@ STOPPING = [x for x in signal.Signals if x.name in ("SIGINT", "SIGTERM", "SIGHUP
 def interrupt_flag() -> Iterator[SignalFlag]:
     """Turn Ctrl-C, SIGTERM and SIGHUP into a flag, so that a step is never interrupted.
 
-    A second Ctrl-C stops immediately. A second SIGTERM or SIGHUP has no effect: both may arrive twice, from
-    the system and from a parent process that forwards its own. Signals ignored at start, as by `nohup`,
-    stay ignored.
+    A second Ctrl-C stops immediately. A second SIGTERM or SIGHUP has no effect: these signals may arrive
+    twice, from the system and from a parent process that forwards them. Signals that were ignored at the
+    start, as under `nohup`, stay ignored.
     """
     flag = SignalFlag()
     if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals

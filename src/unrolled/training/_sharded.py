@@ -1,11 +1,11 @@
 """The checkpoint of a sharded run, to which each process writes its part.
 
-    last.json          the document of the checkpoint, the folder that it names, a SHA-256 of each file there
+    last.json          the document of the checkpoint: which folder holds it, the SHA-256 of each file there
     last/a or last/b   the tensors, as safetensors files; see `_dcp`
 
-The files are staged, and `last.json` is replaced when they are in place, so that it never names a folder
-that is not whole. Any number of processes can read them. Nothing is written in the background: a checkpoint
-is complete only when all its parts are, and to wait for that in later steps would take a copy of the weights.
+The files are staged, and `last.json` is replaced once they are in place, so that it never names an incomplete
+folder. Any number of processes can read them. Nothing is written in the background: a checkpoint is complete
+only when all its parts are, and waiting for that during later steps would need a copy of the weights.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ def read_document(run_dir: Path) -> dict[str, Any]:
     """Return the document of a checkpoint.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the document is damaged.
     """
     file = run_dir / DOCUMENT
     try:
@@ -84,7 +84,7 @@ def read_document(run_dir: Path) -> dict[str, Any]:
 
 
 def shapes_of(run_dir: Path, document: Mapping[str, Any], processes: Processes) -> Shapes:
-    """Check the files of a checkpoint, each on one process; return the shapes and types of its tensors.
+    """Check the files of a checkpoint, each on one process; return the shapes and dtypes of its tensors.
 
     Raises:
         ValueError: a file is missing or damaged.
@@ -109,7 +109,7 @@ def load(
     empty: Callable[[str, torch.Size, torch.dtype], Tensor],
     processes: Processes,
 ) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint into new ones that `empty` makes, which may be sharded otherwise."""
+    """Read the tensors of a checkpoint into new tensors made by `empty`, which may be sharded differently."""
     from unrolled.training import _dcp
 
     tensors = {name: empty(name, *shape) for name, shape in shapes.items()}
@@ -119,7 +119,7 @@ def load(
 
 
 def _other(run_dir: Path) -> str:
-    """Name the folder that the next checkpoint goes to, not the one that is in use."""
+    """Return the name of the folder for the next checkpoint: the one of the two that is not in use."""
     used = read_document(run_dir)["folder"] if (run_dir / DOCUMENT).exists() else None
     return f"{FOLDER}/b" if used == f"{FOLDER}/a" else f"{FOLDER}/a"
 

@@ -1,9 +1,10 @@
 """Copies of the model that are each spread over several processes, by FSDP2.
 
-On a mesh (replicate, shard) of processes, `fully_shard` makes a unit of each block and one of the rest; the
-weights of a unit are gathered when it runs. The gradient of every backward pass is reduced at once to the
-shard that a process keeps, so that accumulation holds no whole gradient; sums over the copies wait for the
-last one. With bf16, weights travel in bf16 and gradients are added in fp32.
+On a mesh (replicate, shard) of processes, `fully_shard` makes each block a unit, and the rest of the model
+another. The weights of a unit are gathered when it runs. The gradient of each backward pass is reduced at
+once to the shard that the process keeps, so that accumulation never holds a whole gradient; it is summed over
+the copies only in the last backward pass of an update. With bf16, weights are sent in bf16, and gradients are
+added in fp32.
 """
 
 import copy
@@ -55,7 +56,7 @@ class Shards(Spread):
         self._shell = remade(model, empty) if processes.first else None
         copies = processes.size // config.shard
         mesh = init_device_mesh(device.type, (copies, config.shard), mesh_dim_names=("replicate", "shard"))
-        if config.bf16:  # autocast decides what runs in bf16, so inputs are not cast
+        if config.bf16:  # autocast decides what runs in bf16, so FSDP2 casts no inputs
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         else:
             policy = MixedPrecisionPolicy()
@@ -63,14 +64,14 @@ class Shards(Spread):
             if each is not None:
                 root = cast(nn.Module, each)
                 for x in root.parameters():
-                    x.data = x.data.contiguous()  # FSDP2 takes no others
+                    x.data = x.data.contiguous()  # as FSDP2 requires
                 for unit in [*units(root), root]:
                     fully_shard(unit, mesh=mesh if copies > 1 else mesh["shard"], mp_policy=policy)
                 _prepare(root)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Add up gradients in the shards, without sums over the copies."""
+        """Add up gradients in the shards, without summing them over the copies."""
         model = cast(Any, self.model)
         model.set_requires_all_reduce(False)
         try:
@@ -79,7 +80,7 @@ class Shards(Spread):
             model.set_requires_all_reduce(True)
 
     def whole(self, model: Trainable) -> Trainable | None:
-        """Gather the weights of the model on the first process, in memory of the CPU."""
+        """Gather the weights of the model on the first process, in CPU memory."""
         full = {}
         for name, x in tensors_of(model).items():
             gathered = whole(x.detach())
@@ -91,8 +92,8 @@ class Shards(Spread):
 def units(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model whose weights can be gathered one after the other.
 
-    There are none where blocks share weights, as those of Linformer can, or where their parts are run apart,
-    as those of reversible blocks are. Then the model is one unit.
+    The list is empty, and the model is one unit, if blocks share weights, as those of Linformer can, or if
+    the parts of a block run separately, as those of reversible blocks do.
     """
     blocks = [module for module in model.modules() if isinstance(module, ResidualBlock)]
     owners = Counter(id(x) for block in blocks for x in block.parameters())
@@ -107,7 +108,7 @@ def units(model: nn.Module) -> list[nn.Module]:
 
 
 def remade(model: Trainable, tensors: Mapping[str, Tensor]) -> Trainable:
-    """Copy a model with other tensors in place of its parameters and buffers; shared ones stay shared."""
+    """Copy a model, with `tensors` in place of its parameters and buffers; shared tensors stay shared."""
     memo: dict[int, object] = {}
     for name, x in tensors_of(model).items():
         is_parameter = isinstance(x, nn.Parameter)
@@ -118,7 +119,7 @@ def remade(model: Trainable, tensors: Mapping[str, Tensor]) -> Trainable:
 def _prepare(root: nn.Module) -> None:
     """Add gradients over processes instead of averaging them, and let more methods gather the weights."""
 
-    # A view that `forward` returns must not be changed in place, as no model does.
+    # The warning forbids in-place changes of views that `forward` returns. No model makes such changes.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
     for module in root.modules():
         if isinstance(module, FSDPModule):

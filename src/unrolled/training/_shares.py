@@ -1,15 +1,16 @@
 """The share of a process in the batches of an update.
 
-Every process draws the same batches, since they are a pure function of the step, and so knows the targets of
-all of them without asking. There are two ways to deal them out:
+Every process draws the same batches, since they are a pure function of the step. So it knows the targets of
+all batches without communication. There are two ways to divide the batches among the processes:
 
-    whole   each process takes whole micro-batches, if their number is a multiple of that of the processes
+    whole   each process takes whole micro-batches, if their number is a multiple of the number of processes
     rows    each process takes some rows of every micro-batch
 
-The first keeps matrices large and moves the weights of a sharded model less often. With one micro-batch for
-each of two processes, its sum of gradients is that of one process in every bit.
+Whole micro-batches keep matrices large, and the weights of a sharded model are gathered less often. With two
+processes and one micro-batch for each, the sum of the gradients is bit for bit that of a single process.
 
-Processes that share sequences, a team, have the same share, of which each reads a slice.
+Processes that share sequences form a team. All processes of a team have the same share, and each reads a
+slice of it.
 """
 
 from collections.abc import Sequence
@@ -24,14 +25,14 @@ from unrolled.training.processes import Processes
 
 
 class Share(NamedTuple):
-    """A batch of this process, and the factor of its mean loss in the mean over all targets of the update."""
+    """A batch of this process, and the weight of its mean loss in the mean over all targets of the update."""
 
     batch: Batch
     weight: float
 
 
 def check_divisible(config: TrainConfig, processes: Processes) -> None:
-    """Raise ValueError unless the batches can be dealt out evenly to the processes, and the weights too."""
+    """Raise ValueError unless the batches and the weights can be divided evenly among the processes."""
     size, rows = processes.size, config.batch_size
     for name in ("shard", "sequence"):
         if size % (found := getattr(config, name)):
@@ -52,10 +53,10 @@ def check_divisible(config: TrainConfig, processes: Processes) -> None:
 def shares(
     batches: Sequence[Batch], processes: Processes, *, in_rows: bool = False
 ) -> tuple[list[Share], bool]:
-    """Return what this process computes in an update, and whether those are whole micro-batches.
+    """Return the shares of this process in an update, and whether they are whole micro-batches.
 
-    Each process gets as many batches. Micro-batches without targets are left out. With `in_rows`, a process
-    gets its rows of every micro-batch, with or without targets.
+    Each process gets the same number of shares. Micro-batches without targets are left out. With `in_rows`, a
+    process gets its rows of every micro-batch, with or without targets.
     """
     counts = [count_targets(batch) for batch in batches]
     total = sum(counts)
@@ -85,7 +86,7 @@ def _own(batch: Batch, processes: Processes, total: int) -> Share:
 
 
 def _rows_of(batch: Batch, processes: Processes, total: int) -> Share:
-    """Return the rows of this process; a row of another one, with weight 0, where none has a target.
+    """Return the rows of this process; if none has a target, a row of another process with weight 0.
 
     Each process must take part in the exchange of gradients, and a loss over no target may be NaN.
     """

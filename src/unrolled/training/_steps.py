@@ -38,12 +38,12 @@ def together(
 ) -> Iterator[tuple[Processes, dict[str, object]]]:
     """Join the processes of a run, and check that they can train this model together.
 
-    Yields the processes, and what must be the same for a checkpoint to be resumed (`identity_of`). At the end
-    the caller has its threads and torch's random state again.
+    Yields the processes, and what must be the same for a checkpoint to be resumed (`identity_of`). At the
+    end, the caller's number of threads and torch's random state are restored.
 
     Raises:
-        ValueError: the batches cannot be dealt out evenly, or the processes were given different things, or
-            as `fit`.
+        ValueError: the batches or the weights cannot be divided evenly among the processes, or the processes
+            were given different models, configs or data, or as `fit`.
         UnsupportedError: as `fit` and `compiled`.
         ElsewhereError: another process failed.
     """
@@ -87,7 +87,11 @@ def device_of(model: Trainable) -> torch.device:
 
 
 def go_back(run_dir: Path, state: TrainState, identity: Mapping[str, object], config: TrainConfig) -> bool:
-    """Go back to the last checkpoint in the folder of a run, if there is one that fits."""
+    """Restore the last checkpoint in the folder of a run, if there is one; return whether it was restored.
+
+    Raises:
+        ValueError: as `checkpoint.load`, or the checkpoint is beyond the last step of `config`.
+    """
     free = frozenset(f"train.{x}" for x in config.free_on_resume())
     resumed = checkpoint.load(run_dir, state, identity, free)
     if config.seconds is None and (step := state.progress.step) > config.steps:
@@ -97,17 +101,18 @@ def go_back(run_dir: Path, state: TrainState, identity: Mapping[str, object], co
 
 
 def fit(model: Trainable, dataset: Dataset, config: TrainConfig, processes: Processes = ALONE) -> None:
-    """Check that the model can be trained as the config asks for; turn on what it asks for.
+    """Check that the model supports the options of the config, and turn on gradient checkpointing if set.
 
     Raises:
-        UnsupportedError: the model cannot recompute activations, or has no state to go on from, or cannot
-            read slices, or packed sequences are to be read in slices, or by sharded models in segments.
-        ValueError: the rows of the data do not read on, but states are to be carried.
+        UnsupportedError: the model cannot recompute activations, has no state to continue from, or cannot
+            read slices; or the data are packed sequences, but `sequence` is above 1, or `segment` is set and
+            `shard` is above 1.
+        ValueError: `carry_state` is set, but the rows of the data do not continue from batch to batch.
     """
     first = dataset.batch("train", step=0, batch_size=config.batch_size, seed=config.seed)
     if config.segment is not None:
         check_continues(model)
-        if config.shard > 1 and first.cu_seqlens is not None:  # processes would gather weights at other times
+        if config.shard > 1 and first.cu_seqlens is not None:  # processes would gather weights out of step
             raise UnsupportedError("packed sequences need shard=1 to be read in segments")
     if config.carry_state:
         check_carried(model, first)
@@ -121,13 +126,13 @@ def fit(model: Trainable, dataset: Dataset, config: TrainConfig, processes: Proc
 
 
 class Update(NamedTuple):
-    """What an optimiser step tells.
+    """The result of an optimiser step.
 
     Attributes:
         loss: mean over the targets, in nats.
-        grad_norm: norm of the whole gradient, before it was clipped.
-        targets: how many there were, on all processes.
-        read: how many tokens the model has read, on all processes; 0 if its inputs are not tokens.
+        grad_norm: norm of the whole gradient before clipping.
+        targets: number of targets, on all processes.
+        read: number of tokens that the model has read, on all processes; 0 if its inputs are not tokens.
         sums: what `tell` returned, added up over the processes.
     """
 
@@ -147,7 +152,8 @@ def update(
 ) -> Update:
     """Make one optimiser step, each process with its share of the batches.
 
-    What `tell` returns travels with the loss, in the one all-reduce of an update besides the gradients.
+    What `tell` returns is summed together with the loss, in the only all-reduce of an update besides that of
+    the gradients.
     """
     step, processes = state.progress.step, state.processes
     if config.redraw_every is not None:
@@ -163,14 +169,14 @@ def update(
         raise processes.fail(
             ValueError(f"the training batch of step {step + 1} has no target to predict: all are {IGNORED}")
         )
-    for optimizer in state.optimizers:  # before, since a caller may bring a model with gradients on it
+    for optimizer in state.optimizers:  # first, since the model of a caller may have gradients already
         optimizer.zero_grad()
     counters = _counters(state.model) if whole_batches else []
     before = [int(x) for x in counters]
     parts = []
     model, accumulating = state.spread.model, state.spread.accumulating
     for number, (batch, weight) in enumerate(own, start=1):
-        # weighed by targets, the sum is the mean over the large batch that is accumulated
+        # weighted by targets, so that the sum is the mean over the whole accumulated batch
         last = number == len(own)
         start = entering(cast(Continues, state.model), batch, state.carried) if config.carry_state else None
         loss, state.carried = add_gradient(
@@ -185,7 +191,7 @@ def update(
             ranks=processes.ranks,
         )
         parts.append(loss)
-    once = processes.rank % processes.team_size == 0  # a team has made the same passes
+    once = processes.rank % processes.team_size == 0  # a team makes the same passes, which count once
     counted = [(int(x) - b) * once for x, b in zip(counters, before, strict=True)]
     total, *sums = processes.sum([torch.stack(parts).sum().item(), *counted, *tell()])
     for x, b, count in zip(counters, before, sums[: len(counted)], strict=True):
@@ -211,12 +217,12 @@ def update(
 
 
 def _seed(seed: int, step: int, rank: int) -> int:
-    """Return a seed of dropout for an update, another one for each process."""
+    """Return the seed of dropout for an update, which differs between processes."""
     return int.from_bytes(hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()[:8])
 
 
 def _counters(model: Trainable) -> list[Tensor]:
-    """Return the buffers that count forward passes, of which each process makes only some."""
+    """Return the buffers that count forward passes; each process only counts its own passes."""
     return [
         x
         for x in tensors_of(model).values()
@@ -225,7 +231,7 @@ def _counters(model: Trainable) -> list[Tensor]:
 
 
 def _redraw(model: Trainable, step: int, every: int) -> None:
-    """Draw random features and rotations again, if it is time; which ones follows from their saved seeds."""
+    """Redraw random features and rotations if they are due at this step; saved seeds determine them."""
     projections = [module for module in model.modules() if isinstance(module, Projection)]
     if not projections:
         raise ValueError(
@@ -238,7 +244,7 @@ def _redraw(model: Trainable, step: int, every: int) -> None:
 
 
 def identity_of(model: Trainable, dataset: Dataset, config: TrainConfig) -> dict[str, object]:
-    """Describe what must be the same for a checkpoint to be resumed; the data by their first batch."""
+    """Describe what must be the same for a checkpoint to be resumed; the first batch stands for the data."""
     first = dataset.batch("train", step=0, batch_size=config.batch_size, seed=config.seed)
     data = {"first_batch": checkpoint.fingerprint(first.inputs, first.targets)}
     return {"train": asdict(config), "model": asdict(model.config), "data": data}

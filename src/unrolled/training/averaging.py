@@ -20,8 +20,10 @@ def averaged_copy(model: Trainable) -> Trainable:
 def average(averaged: Trainable, model: Trainable, decay: float, updates: int) -> None:
     """Move the averages towards the weights after a number of updates; buffers are copied.
 
-    a' = b a + (1 - b) w with b = min(decay, (1 + updates) / (10 + updates)), so that the first weights are
-    soon forgotten.
+        a' = b a + (1 - b) w        b = min(decay, (1 + updates) / (10 + updates))
+
+    where a is an average and w the weight. The small b of the first updates makes the averages forget the
+    initial weights soon.
     """
     decay = min(decay, (1 + updates) / (10 + updates))
     for a, x in zip(tensors_of(averaged).values(), tensors_of(model).values(), strict=True):
@@ -32,7 +34,7 @@ def average(averaged: Trainable, model: Trainable, decay: float, updates: int) -
 
 
 def tensors_of(model: Trainable) -> dict[str, Tensor]:
-    """Name the parameters and buffers of a model, those shared under several names once."""
+    """Return the parameters and buffers of a model by name; a tensor with several names appears once."""
     unique: dict[int, tuple[str, Tensor]] = {}
     for name, x in model.state_dict(keep_vars=True).items():
         unique.setdefault(id(x), (name, x))

@@ -1,10 +1,10 @@
-"""Truncated back-propagation: the state of each row goes on from batch to batch, without its gradient.
+"""Truncated back-propagation: the state of each row is carried from batch to batch, without its gradient.
 
     s_t = f(x_t, s_{t-1}),    L = sum_t l(x_t, s_{t-1}),    ds_{t-1}/dtheta taken as 0 in the gradient of l
 
-A row of a batch that reads on where the same row of the batch before ended (`Batch.continues`) starts from
-the state there, any other from the empty one. Williams and Peng 1990, "An Efficient Gradient-Based Algorithm
-for On-Line Training of Recurrent Network Trajectories". The gradient of whole sequences is that of
+A row that continues where the same row of the previous batch ended (`Batch.continues`) starts from the state
+at that point; any other row starts from the empty state. Williams and Peng 1990, "An Efficient Gradient-Based
+Algorithm for On-Line Training of Recurrent Network Trajectories". For the gradient of whole sequences, see
 `unrolled.training.segments`.
 """
 
@@ -20,14 +20,14 @@ from unrolled.training.processes import Processes
 from unrolled.training.segments import Continues, check_continues, empty_state
 
 PREFIX = "carried."
-"""Of the names of these tensors in a checkpoint."""
+"""The prefix of the names of carried states in a checkpoint."""
 
 
 def check_carried(model: object, batch: Batch) -> None:
     """Check that the states of a model can be carried through batches like `batch`.
 
     Raises:
-        ValueError: the rows of the data do not read on.
+        ValueError: the rows of the data do not continue from batch to batch.
         UnsupportedError: the model has no state, or one that grows.
     """
     if batch.continues is None or batch.cu_seqlens is not None:
@@ -45,7 +45,7 @@ def check_carried(model: object, batch: Batch) -> None:
 
 
 def entering(model: Continues, batch: Batch, carried: Any) -> Any:
-    """Return the state before a batch: of rows that read on, what was carried to them."""
+    """Return the state before a batch: the carried state for rows that continue, else the empty state."""
     empty, reads_on = empty_state(model, len(batch.inputs)), batch.continues
     if carried is None or reads_on is None:
         return empty
@@ -58,7 +58,7 @@ def entering(model: Continues, batch: Batch, carried: Any) -> Any:
 
 
 def to_tensors(carried: Any, processes: Processes) -> dict[str, Tensor]:
-    """Name the tensors of what is carried, with the rows of all processes; none before the first update."""
+    """Return the carried tensors by name, with the rows of all processes; none before the first update."""
     if carried is None:
         return {}
     own = {f"{PREFIX}{name}": x.cpu() for name, x in leaves(carried).items()}
@@ -67,7 +67,7 @@ def to_tensors(carried: Any, processes: Processes) -> dict[str, Tensor]:
 
 
 def of_tensors(model: Continues, tensors: Mapping[str, Tensor], processes: Processes) -> Any:
-    """Take the rows of this process from what `to_tensors` returned; None where there are none."""
+    """Return the carried state of the rows of this process from `tensors`; None if there is none."""
     found = {name: x for name, x in tensors.items() if name.startswith(PREFIX)}
     if not found:
         return None

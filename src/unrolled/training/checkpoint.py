@@ -1,12 +1,12 @@
 """A training run as one safetensors file: tensors for weights, optimiser and RNG, JSON for the rest.
 
-The file is replaced atomically. A sharded run writes a folder of such files instead (see `_sharded`); either
-is resumed on any number of processes. Names of the tensors:
+The file is replaced atomically. A sharded run writes a folder of such files instead (see `_sharded`). Both
+can be resumed on any number of processes. Names of the tensors:
 
     model.<name>                 parameters and buffers, shared ones once
     average.<name>               their moving averages, if the run has them
     optimizer.<name>.<moment>    optimiser state of a parameter, its step counter included
-    carried.<tensor>             the states that rows go on from, of all rows, if the run carries them
+    carried.<tensor>             the carried states of all rows, if the run has `carry_state`
     rng.cpu, rng.cuda            state of torch's generators, uint8
 
 Its metadata holds one JSON document: the progress, the schedule, and the identity of the run (see `load`).
@@ -49,7 +49,7 @@ class Recent:
     read: int = 0
 
     def add(self, loss: float, tokens: int, seconds: float, read: int = 0) -> None:
-        """Count one update, of so many targets, for which the model has read so many tokens."""
+        """Count one update, with its number of targets and the number of tokens that the model has read."""
         self.steps += 1
         self.loss += loss
         self.tokens += tokens
@@ -69,9 +69,9 @@ class Recent:
 
 @dataclass
 class Progress:
-    """How far a run is. Losses are in nats per token; None before the first evaluation.
+    """How far a run has come. Losses are in nats per token; None before the first evaluation.
 
-    `evaluated` is the step of the last complete evaluation, so that a stopped one is repeated.
+    `evaluated` is the step of the last complete evaluation, so that a run repeats one that was stopped.
     """
 
     step: int = 0
@@ -87,8 +87,8 @@ class TrainState:
     """The state of a run, except the global random generators.
 
     `averaged` is a copy of the model whose weights are moving averages, if the config has `ema`. `spread`
-    says how both are spread over `processes`. `carried` is the state that the rows of this process go on
-    from, if the config has `carry_state`.
+    says how both are spread over `processes`. `carried` is the state from which the rows of this process
+    continue, if the config has `carry_state`.
     """
 
     model: Trainable
@@ -106,20 +106,20 @@ class TrainState:
         return self.model if self.averaged is None else self.averaged
 
     def tensors(self) -> dict[str, Tensor]:
-        """Name the tensors of the model, and of its averages, as in a checkpoint."""
+        """Return the tensors of the model and of its averages, by their names in a checkpoint."""
         found = {f"model.{name}": x for name, x in tensors_of(self.model).items()}
         if self.averaged is not None:
             found |= {f"average.{name}": x for name, x in tensors_of(self.averaged).items()}
         return found
 
     def templates(self) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
-        """Return what makes an empty tensor for one of a checkpoint, sharded as that of this run."""
+        """Return a function that makes an empty tensor for one of a checkpoint, sharded as in this run."""
         own, parameters = self.tensors(), dict(self.model.named_parameters())
 
         def empty(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
             parameter = parameters.get(name.removeprefix("optimizer.").rpartition(".")[0])
             like = parameter if name.startswith("optimizer.") else own.get(name)
-            if like is None or like.shape != shape:  # such as the counter of steps
+            if like is None or like.shape != shape:  # such as the step counter of an optimiser
                 return torch.empty(shape, dtype=dtype)
             return torch.empty_like(like, dtype=dtype, requires_grad=False)
 
@@ -166,20 +166,20 @@ def load(run_dir: Path, state: TrainState, identity: Mapping[str, object], free:
 
     All processes call it; only sharded checkpoints need a folder that each of them sees. A checkpoint of step
     0 that does not match is ignored: nothing is lost, and a failed first attempt must not block a corrected
-    one.
+    second one.
 
     Args:
-        run_dir: where `save` has written, on any number of processes.
+        run_dir: the folder that `save` has written to, from any number of processes.
         state: the run to fill, made from the same model class and settings.
         identity: `{"train": ..., "model": ..., "data": ...}`, compared with the saved one.
         free: dotted names of identity fields that may differ.
 
     Returns:
-        whether the run was restored.
+        Whether the run was restored.
 
     Raises:
-        ValueError: the file is damaged, or belongs to another model, other settings or other data. Then
-            nothing has been changed.
+        ValueError: the file is damaged, or belongs to another model, other settings or other data. Nothing
+            is changed in this case.
     """
     processes = state.processes
     whole: dict[str, Tensor] = {}  # the tensors of a file, on the first process
@@ -213,13 +213,13 @@ def load(run_dir: Path, state: TrainState, identity: Mapping[str, object], free:
 
 
 def _last(run_dir: Path) -> Path | None:
-    """Return the file of the last checkpoint; there are two after a crash while one replaced the other."""
+    """Return the newer of the two files of a checkpoint; both exist only if replacing one was interrupted."""
     found = [x for x in (run_dir / FILE, run_dir / _sharded.DOCUMENT) if x.exists()]
     return max(found, key=lambda file: file.stat().st_mtime_ns, default=None)
 
 
 def _dealt_out(whole: Mapping[str, Tensor], shapes: _sharded.Shapes, state: TrainState) -> dict[str, Tensor]:
-    """Give each process its part of the tensors that the first one has, one after the other."""
+    """Give each process its part of the tensors that the first process has, one tensor after the other."""
     tensors, empty = {}, state.templates()
     for name, (shape, dtype) in shapes.items():
         x = whole[name] if state.processes.first else torch.empty(shape, dtype=dtype)
@@ -309,7 +309,7 @@ def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
 
 
 def _check_identity(path: Path, found: object, expected: object, free: frozenset[str]) -> None:
-    # A setting that did not exist when the checkpoint was written had what is its default now.
+    # A setting that did not exist yet when the checkpoint was written counts as its default.
     before, now = flatten({"train": asdict(TrainConfig())}) | flatten(found), flatten(expected)
     for name in sorted((before.keys() | now.keys()) - free):
         if before.get(name) != now.get(name):
@@ -320,7 +320,7 @@ def _check_identity(path: Path, found: object, expected: object, free: frozenset
 
 
 def flatten(value: object) -> dict[str, object]:
-    """Name the leaves of nested dicts by their path, as in `"train.lr"`, as JSON has them."""
+    """Return the leaves of nested dicts in their JSON form, by their path, such as `"train.lr"`."""
     return _flattened(json.loads(json.dumps(value)), "")
 
 

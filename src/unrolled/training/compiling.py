@@ -13,12 +13,12 @@ from unrolled.training.interfaces import Trainable
 
 @contextmanager
 def compiled(model: Trainable) -> Iterator[None]:
-    """Compile the forward pass of each block when it first runs; afterwards the model is as before.
+    """Compile the forward pass of each block when it first runs; restore the model at the end.
 
     Blocks that are alike share one compilation, so the time does not grow with the depth.
 
     Raises:
-        UnsupportedError: the model has no blocks or reversible ones, or torch cannot compile here.
+        UnsupportedError: the model has no blocks, or reversible blocks, or torch cannot compile here.
     """
     blocks = [module for module in model.modules() if isinstance(module, ResidualBlock)]
     name = type(model).__name__
@@ -37,13 +37,13 @@ def compiled(model: Trainable) -> Iterator[None]:
 
 
 def _check_compiler(device: torch.device) -> None:
-    """Compile one operation, to fail before the run begins.
+    """Compile one operation, so that a missing compiler is found before the run begins.
 
     Raises:
-        UnsupportedError: it fails, as without a C++ compiler.
+        UnsupportedError: the compilation fails, as without a C++ compiler.
     """
     try:
         torch.compile(torch.neg)(torch.zeros(8, device=device))
-    except Exception as error:  # of the compiler, of many types
+    except Exception as error:  # compilers raise errors of many types
         reason = str(error).strip().partition("\n")[0]
         raise UnsupportedError(f"torch.compile does not work here ({reason}): use compile=False") from error

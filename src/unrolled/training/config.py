@@ -19,57 +19,59 @@ class TrainConfig(Checked):
 
     Attributes:
         steps: optimiser updates in the whole run.
-        seconds: train for this long instead of for `steps` updates: the time of the whole run, with its
-            evaluations and checkpoints, but without the last ones. The cosine follows the time. How many
-            updates such a run makes depends on the machine, so that two runs do not end equal.
-        clock: what `seconds` counts: "wall", or "cpu", the time that the cores have worked for the process,
-            all threads added up, so that other work on the machine hardly shortens a run.
-        batch_size: examples per micro-batch; an update sees `batch_size * accumulate` examples, on however
-            many processes.
+        seconds: train for this many seconds instead of for `steps` updates. Evaluations and checkpoints
+            count, except the last ones. The cosine schedule follows the time. The number of updates depends
+            on the machine, so two such runs do not end with equal weights.
+        clock: the clock of `seconds`: "wall", or "cpu", which is the CPU time of the process, summed over all
+            threads, so that other work on the machine hardly shortens a run.
+        batch_size: examples per micro-batch; an update sees `batch_size * accumulate` examples, whatever the
+            number of processes.
         lr: peak learning rate.
-        min_lr: where the cosine ends and where the plateau schedule stops halving.
+        min_lr: learning rate at the end of the cosine schedule, and lowest rate of the plateau schedule.
         optimizer: "adamw" (Loshchilov & Hutter 2019), "radam" (Liu et al. 2020, with decoupled decay) or
-            "muon" (Jordan et al. 2024), which trains the linear layers of the blocks, and everything else by
-            "adamw". Its updates are scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982, section
-            2.2), so that both take the same `lr`.
-        betas: decay rates of the first and second moment, of "adamw" and "radam".
-        eps: added to the root of the second moment.
+            "muon" (Jordan et al. 2024). Muon trains the linear layers of the blocks, and AdamW everything
+            else. The updates of Muon are scaled to the size of those of AdamW (Liu et al. 2025, arXiv
+            2502.16982, section 2.2), so that both take the same `lr`.
+        betas: decay rates of the first and second moment, for AdamW and RAdam.
+        eps: added to the root of the second moment, for AdamW and RAdam.
         weight_decay: applied to tensors of two or more dimensions, never to biases and norms.
-        warmup_steps: updates over which the rate rises linearly to `lr`.
-        schedule: what follows the warm-up: "cosine" down to `min_lr` at `steps`, "plateau" (halve when the
-            validation loss stops falling), "constant", or "inverse_sqrt" (of the number of updates; see
-            `unrolled.training.optim.Schedule`).
-        ema: decay of an exponential moving average of the weights, which is what is evaluated and saved as
-            the best. After n updates the decay is at most (1 + n) / (10 + n), so that the first weights are
-            soon forgotten. None evaluates and saves the weights themselves.
-        clip_norm: largest norm of the whole gradient; None leaves it alone.
+        warmup_steps: updates over which the learning rate rises linearly to `lr`.
+        schedule: learning rate after the warm-up: "cosine" falls to `min_lr` at `steps`, "plateau" is halved
+            when the validation loss stops falling, "constant" stays at `lr`, and "inverse_sqrt" falls with
+            the inverse root of the number of updates (see `unrolled.training.optim.Schedule`).
+        ema: decay of an exponential moving average of the weights. The average is then evaluated and saved in
+            place of the weights. After n updates, the decay is at most (1 + n) / (10 + n), so that the first
+            weights are soon forgotten. None evaluates and saves the weights themselves.
+        clip_norm: largest norm of the whole gradient; larger gradients are scaled down to it. None does not
+            clip.
         accumulate: micro-batches per update.
-        bf16: run forward passes under bfloat16 autocast; weights and optimiser stay as they are.
+        bf16: run forward passes under bfloat16 autocast; weights and optimiser keep their dtype.
         gradient_checkpointing: recompute activations in the backward pass to save memory.
         compile: compile the blocks of the model by `torch.compile` when they first run; not together with
-            `segment`, `carry_state` or `sequence`. Needs a C++ compiler, on a GPU Triton.
+            `segment`, `carry_state` or `sequence`. Needs a C++ compiler, or Triton on a GPU.
         eval_every: updates between two evaluations; the last update is always followed by one.
         eval_batches: validation batches per evaluation; None takes the whole split.
-        checkpoint_every: updates between two checkpoints, which is the most that a killed run loses.
+        checkpoint_every: updates between two checkpoints; a killed run loses at most this many.
         log_every: updates per line of training loss in the log.
-        seed: of the data order and of dropout.
-        segment: read longer sequences in segments of this many tokens, with the gradient of the whole
-            sequence: in the memory of one segment and the time of another forward pass. If the state of the
-            model grows, one for each segment is kept in a temporary file. None reads sequences whole. See
+        seed: seed of the data order and of dropout.
+        segment: read longer sequences in segments of this many tokens. The gradient is that of the whole
+            sequence. This takes the memory of one segment, and the time of another forward pass. The states
+            between segments are kept in a temporary file. None reads sequences whole. See
             `unrolled.training.segments`.
-        carry_state: start rows of a batch that read on where those of the batch before ended from the state
-            there, without a gradient to it (`unrolled.training.carrying`). The data set must be one of such
-            rows, as with `data.order=consecutive`.
-        redraw_every: updates after which random features (`performer`, `rfa`) and rotations (`reformer`) are
-            drawn anew; None keeps the first ones.
-        threads: CPU threads of torch; None leaves them as they are.
-        shard: processes over which one copy of the weights, gradients and optimiser is spread (FSDP2); there
-            are as many copies as it divides the number of processes. 1 keeps a whole copy on each (DDP).
-        sequence: processes that share each sequence, of which every one reads a slice
-            (`unrolled.training.slices`). `segment` counts the tokens of all of them.
+        carry_state: start each row that continues the same row of the previous batch from the state at the
+            end of that row, without a gradient to this state (`unrolled.training.carrying`). The rows of the
+            data set must continue from batch to batch, as with `data.order=consecutive`.
+        redraw_every: redraw random features (`performer`, `rfa`) and rotations (`reformer`) after this many
+            updates; None never redraws them.
+        threads: number of CPU threads of torch; None leaves it as it is.
+        shard: number of processes over which one copy of the weights, gradients and optimiser is spread
+            (FSDP2). The number of copies is the number of processes divided by `shard`. 1 keeps a whole copy
+            on each process (DDP).
+        sequence: number of processes that share each sequence; each of them reads a slice of it
+            (`unrolled.training.slices`). `segment` counts the tokens of all of them together.
 
     Raises:
-        ValueError: a value has another type or is out of range, or values do not fit each other.
+        ValueError: a value has another type or is out of range, or two values contradict each other.
     """
 
     steps: Size = 2000
@@ -120,17 +122,16 @@ class TrainConfig(Checked):
         return step >= self.steps if self.seconds is None else seconds >= self.seconds
 
     def now(self) -> float:
-        """Return the seconds of `clock`; only differences mean something."""
+        """Return the time of `clock` in seconds; only differences between two calls have a meaning."""
         return time.process_time() if self.clock == "cpu" else time.perf_counter()
 
     def free_on_resume(self) -> frozenset[str]:
-        """Name the fields that a resumed run may change, since they do not change what the weights become.
+        """Name the fields that a resumed run may change, since they do not change the final weights.
 
         `threads`, `gradient_checkpointing`, `compile`, `segment`, `shard` and `sequence` change at most the
-        rounding.
-        `steps`, `seconds` and `clock` bend the cosine, and the plateau schedule reacts at each evaluation, so
-        those hold them and `eval_every` fast. `eval_batches` is held because the best loss so far must stay
-        comparable.
+        rounding. `steps`, `seconds` and `clock` change the cosine schedule, so they must not change with it,
+        and `eval_every` must not change with the plateau schedule, which reacts to each evaluation.
+        `eval_batches` must not change because the best loss so far must stay comparable.
         """
         free = {"checkpoint_every", "log_every", "threads", "gradient_checkpointing"}
         free |= {"compile", "segment", "shard", "sequence"}

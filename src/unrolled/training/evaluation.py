@@ -40,8 +40,8 @@ def evaluate(
         dataset: its `eval_batches` are evaluated.
         config: batch size and number of batches.
         stop: called before each batch; True stops the evaluation.
-        processes: those that share the batches, each with the model. Their losses are added in the order of
-            the batches, so that the result is that of one process.
+        processes: the processes that share the batches; each has the model. Their losses are added in the
+            order of the batches, so that the result is that of one process.
 
     Raises:
         EvaluationStoppedError: `stop` returned True.
@@ -57,7 +57,7 @@ def evaluate(
             if not any(counts):
                 continue
             mine = processes.team
-            if mine >= len(some) or not counts[mine]:  # the others wait for this process all the same
+            if mine >= len(some) or not counts[mine]:  # the others wait for this process in any case
                 mine = counts.index(max(counts))
             parts = processes.gather(_mean_loss(model, some[mine], config, device, processes.ranks))
             for i, count in enumerate(counts):
@@ -72,7 +72,10 @@ def evaluate(
 
 @contextmanager
 def evaluating(model: Trainable) -> Iterator[torch.device]:
-    """Use eval mode and no gradients, restore the mode and the random state; yield the model's device."""
+    """Turn on eval mode and turn off gradients; at the end, restore the mode and the random state.
+
+    Yields the device of the model.
+    """
     device = next(model.named_parameters())[1].device
     was_training = model.training
     model.eval()
@@ -86,7 +89,7 @@ def evaluating(model: Trainable) -> Iterator[torch.device]:
 def _mean_loss(
     model: Trainable, batch: Batch, config: TrainConfig, device: torch.device, ranks: Ranks | None
 ) -> float:
-    """Mean loss over the targets of a batch, of which there must be one, or the part of a slice in it."""
+    """Mean loss over the targets of a batch, which must have one; with `ranks`, the part of this process."""
     if ranks is not None:
         found = segments_of(model, batch, config, device, ranks)
         return found.loss(found.start()).item() / count_targets(batch)
@@ -105,7 +108,7 @@ def _mean_loss(
 def segments_of(
     model: Trainable, batch: Batch, config: TrainConfig, device: torch.device, ranks: Ranks | None = None
 ) -> Segments:
-    """Cut the rows of a batch into segments, as the run says, and take the slices of this process."""
+    """Cut the rows of a batch into the segments of the config, and take the slices of this process."""
     if ranks is not None:
         batch = slice_of(batch, ranks, config.segment)
     padding = None if batch.key_padding_mask is None else batch.key_padding_mask.to(device)

@@ -24,7 +24,7 @@ from unrolled.training.utilisation import flops_per_token, speed_of_products
 from unrolled.training.watch import Taken, watched
 
 STEPS = 10
-WATCHED = 2  # the third step: in the first ones, memory is set up that stays
+WATCHED = 2  # the third step: the first steps also allocate memory that is kept
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,26 @@ class Forecast:
     """The memory that a run needs on this process, and its time.
 
     Attributes:
-        processes: how many there are.
-        parameters: number of parameters; shared ones count once.
-        weight_bytes: of these, or of the part of them that the process has.
-        gradient_bytes: of the gradients; frozen parameters have none.
-        optimizer_bytes: of the state of the optimiser, and of the averaged weights.
-        carried_bytes: of the states that are carried from batch to batch.
-        taken: what a step takes for activations and for states between segments, and what it sends to other
-            processes: in the third step, the last one of a shorter run. None without such a step.
-        peak_bytes: peak memory, activations included: on a CPU of the whole process, with Python, torch and
-            the data set; on CUDA of torch. None where the system does not report it.
+        processes: number of processes.
+        parameters: number of parameters; shared parameters count once.
+        weight_bytes: bytes of the parameters, or of the part of them that this process has.
+        gradient_bytes: bytes of the gradients; frozen parameters have none.
+        optimizer_bytes: bytes of the optimiser's state and of the averaged weights.
+        carried_bytes: bytes of the states that are carried from batch to batch.
+        taken: memory for activations and for states between segments in a step, and bytes sent to other
+            processes, all measured in the third step, or in the last step if there are fewer. None if this
+            step was not run.
+        peak_bytes: peak memory, including activations: on a CPU, of the whole process with Python, torch and
+            the data set; on CUDA, of torch. None where the system does not report it.
         step: first step; above 0 if the run resumes from a checkpoint.
-        steps: last step; of a run of so many seconds, an estimate.
+        steps: last step; an estimate if `config.seconds` is set.
         measured: number of steps measured.
         tokens: targets per step, a mean over the measured steps.
         mfu: the share of the processors' speed that a step uses (`unrolled.training.utilisation`); None if no
             step is left, the inputs are not tokens, or `config.clock` is "cpu".
-        step_seconds: median time of a step, on the clock of `config` as all times here; 0 if none is left.
-        evaluations: how many are left.
-        evaluation_seconds: time of one, its first batch times the number of batches.
+        step_seconds: median time of a step; 0 if none is left. All times are on the clock of `config`.
+        evaluations: number of evaluations that are left.
+        evaluation_seconds: time of one evaluation: the time of its first batch times the number of batches.
     """
 
     processes: int
@@ -87,19 +88,19 @@ def dry_run(
 ) -> Forecast:
     """Run the first ten steps of `train` and one batch of an evaluation, without writing files.
 
-    The model is left with the weights of the last of these steps, in eval mode. Several processes call it
-    together, as `train`, and all get the memory of their own and the time of the first.
+    The model is left in eval mode, with the weights after the last of these steps. Several processes call
+    this function together, like `train`. Each gets its own memory, and the time of the first process.
 
     Args:
         model: as for `train`.
         dataset: as for `train`.
         config: as for `train`.
-        run_dir: the folder of the run, to start from its checkpoint if it has one. It is only read.
-        resume: False starts from step 0 even so.
+        run_dir: the folder of the run, which is only read. If it has a checkpoint, the dry run starts there.
+        resume: False starts from step 0 even if there is a checkpoint.
 
     Raises:
         ValueError: the checkpoint is damaged or belongs to another model, config or data set, or a batch has
-            nothing to predict, or the batches or the weights cannot be dealt out evenly to the processes.
+            nothing to predict, or the batches or the weights cannot be divided evenly among the processes.
         FloatingPointError: a loss or the gradient is not finite.
         UnsupportedError: as for `train`.
         ElsewhereError: another process of the run failed.
@@ -162,14 +163,14 @@ def dry_run(
 
 
 def _evaluations(step: int, steps: int, every: int) -> int:
-    """Count the evaluations after a step: at every multiple of `every`, and at the end."""
+    """Return the number of evaluations after a step: at every multiple of `every`, and at the end."""
     if step == steps:
         return 0
     return steps // every - step // every + (steps % every != 0)
 
 
 def _evaluation_seconds(state: TrainState, dataset: Dataset, config: TrainConfig) -> float:
-    """Time the first batches of an evaluation, one for each team of processes, times their number."""
+    """Estimate the time of an evaluation from its first batches, one for each team of processes."""
     processes = state.processes
     batches = sum(1 for _ in islice(dataset.eval_batches(config.batch_size), config.eval_batches))
     began = config.now()

@@ -30,18 +30,19 @@ def add_gradient(
     """Add the gradient of `weight` times the loss of a micro-batch to the gradients of the parameters.
 
     Args:
-        model: what is trained.
-        batch: what the loss is of.
-        weight: of its mean loss, such as its part of all targets.
-        config: `segment` and `bf16`.
-        device: of the model.
+        model: the model to train.
+        batch: the micro-batch.
+        weight: factor of the mean loss of the batch, such as the share of its targets in the update.
+        config: its `segment` and `bf16` are used.
+        device: device of the model.
         accumulating: makes a context for forward and backward passes that are not the last of an update.
-        last: whether this micro-batch is.
-        state: what the rows go on from; None for nothing.
-        ranks: the processes that share the sequences, each adding the part of its slice.
+        last: whether this micro-batch is the last of an update.
+        state: the state from which the rows continue; None to start from the empty state.
+        ranks: the processes that share the sequences; each adds the part of its slice.
 
     Returns:
-        The weighted loss and, if `state` is given, the state at the end of the rows, without graphs.
+        The weighted loss and the state at the end of the rows, both without a graph. The state is None if
+        `state` is.
     """
     scale = weight / max(count_targets(batch), 1)
     if state is not None or ranks is not None:

@@ -17,7 +17,7 @@ class Trainable(Protocol):
         """Return the mean over the targets that are not -100, in nats."""
 
     def save(self, path: Path, /) -> None:
-        """Write the weights and all that is needed to load them into a folder."""
+        """Write the weights, and everything that is needed to load them, to a folder."""
 
     # the rest is torch.nn.Module's
 

@@ -22,7 +22,7 @@ OnLine = Callable[[dict[str, Any]], object]
 
 
 class RunLog:
-    """JSON lines, each with an `event` and a `step`, flushed one by one and told to others."""
+    """A log of JSON lines with an `event` and a `step`; each line is flushed and passed to `on_line`."""
 
     def __init__(self, file: TextIO, board: "SummaryWriter | None", on_line: OnLine) -> None:
         self._file, self._board, self._on_line = file, board, on_line
@@ -41,7 +41,7 @@ class RunLog:
 
 
 class SilentLog(RunLog):
-    """A log that is not written, on all processes but the first."""
+    """A log that writes nothing, for all processes but the first."""
 
     def __init__(self) -> None:
         pass
@@ -56,8 +56,8 @@ def open_log(
 ) -> Iterator[RunLog]:
     """Open the log of a run that resumes after step `after`, or of a new one (None).
 
-    Later lines of an earlier process are dropped, since those steps run again. `on_line` is called with each
-    line that is written.
+    Lines of later steps, left by an earlier process, are dropped, since those steps run again. `on_line` is
+    called with each line that is written.
 
     Raises:
         UnsupportedError: TensorBoard is requested but not installed.

@@ -24,8 +24,9 @@ from unrolled.training.utilisation import flops_per_token, speed_of_products
 class TrainResult:
     """How a run ended. Losses are in nats per token; None if the run ended before its first evaluation.
 
-    If a signal ended the run, it is not complete; `signal` is then its number, such as
-    `signal.SIGINT` for Ctrl-C, else None. `seconds` counts every process of the run, on its `clock`.
+    If a signal ended the run, it is not complete, and `signal` is the number of the signal, such as
+    `signal.SIGINT` for Ctrl-C; else `signal` is None. `seconds` is the time of the whole run, including
+    earlier calls that were resumed, on the `clock` of its config.
     """
 
     best_val: float | None
@@ -55,21 +56,21 @@ def train(
 ) -> TrainResult:
     """Train a model, or resume where an earlier call on the same folder stopped.
 
-    The folder holds the best weights so far (whatever `model.save` writes), `last.safetensors` to resume
-    from, and `log.jsonl`. A run that is killed at any moment and started again ends with the same weights,
-    bit for bit, as an uninterrupted one: on a CPU, with the same number of threads; on CUDA, if the kernels
-    are deterministic; with `config.seconds`, only if it makes as many steps. On Ctrl-C, SIGTERM and SIGHUP,
-    the run finishes its step, writes a checkpoint and returns. An evaluation in progress is aborted, and
-    repeated on resume. A second Ctrl-C stops immediately.
+    The folder holds the best weights so far (whatever `model.save` writes), the checkpoint
+    `last.safetensors`, and `log.jsonl`. A run that is killed at any moment and started again ends with the
+    same weights, bit for bit, as an uninterrupted run: on a CPU, if the number of threads is the same; on
+    CUDA, if the kernels are deterministic; with `config.seconds`, only if the number of steps is the same.
+    On Ctrl-C, SIGTERM and SIGHUP, the run finishes its step, writes a checkpoint and returns. An evaluation
+    in progress is aborted, and repeated on resume. A second Ctrl-C stops immediately.
 
     Only one run can train in a folder at a time. The model is trained in place on the device it is on,
     and left with its last weights in eval mode.
 
     Several processes that torchrun has started, or that share torch's process group, train one model: each
-    calls this function with the same arguments. `batch_size` is that of all of them together, and a run may
-    be resumed on another number of processes; its losses are then equal but for rounding and dropout. Only
-    the first process writes files and calls `on_start`. If one fails, the others raise `ElsewhereError`. With
-    `config.shard` above 1 the model is left sharded, its parameters being DTensors.
+    calls this function with the same arguments. `batch_size` is the total over all processes. A run may be
+    resumed on another number of processes; its losses are then equal up to rounding and dropout. Only the
+    first process writes files and calls `on_start`. If one process fails, the others raise `ElsewhereError`.
+    With `config.shard` above 1, the model is left sharded: its parameters are DTensors.
 
     Args:
         model: what to train, such as an `unrolled.models.Decoder`.
@@ -83,12 +84,12 @@ def train(
         on_start: called once, after all checks and before any write, with whether the run resumes from a
             checkpoint; use it to add files to the folder.
         on_line: called on the first process with each line of the log, a dict with "event" and "step"; use it
-            to tell another tracker of experiments.
+            to send the log to a tracker of experiments.
 
     Raises:
         ValueError: the folder cannot be written to or another process trains there, or its checkpoint is
             damaged or belongs to another model, config or data set, or a batch has nothing to predict, or the
-            batches or the weights cannot be dealt out evenly to the processes.
+            batches or the weights cannot be divided evenly among the processes.
         FloatingPointError: a loss or the gradient is not finite; `last.safetensors` holds an earlier step.
         OSError: a file cannot be written, as on a full disk; `last.safetensors` holds an earlier step.
         UnsupportedError: TensorBoard is not installed, or the model cannot recompute activations, or this
@@ -124,8 +125,8 @@ def train(
 class _Run:
     """A run in its folder, which is locked.
 
-    `signalled` is set by a signal to this process, and `interrupted` where all processes know of one.
-    `processors` is the speed of those of all processes, in operations per second.
+    `signalled` is set by a signal to this process; `interrupted` is set once all processes know of a signal.
+    `processors` is the speed of the processors of all processes together, in operations per second.
     """
 
     state: TrainState
@@ -192,12 +193,12 @@ class _Run:
         self.state.progress.seconds = self.state.processes.from_first(self._seconds)
 
     def _tell(self) -> list[float]:
-        """Return what the processes must know of each other: the time of the first, and signals to any."""
+        """Return what is summed over the processes: the time of the first one, and the signals to each."""
         seconds = self._seconds if self.state.processes.first else 0.0
         return [seconds, *(float(self.signalled.signal == number) for number in STOPPING)]
 
     def _heed(self, sums: Sequence[float]) -> None:
-        """Take up what `_tell` of all processes adds up to."""
+        """Take over the sums of what `_tell` returned on all processes."""
         self.state.progress.seconds, *signals = sums
         for number, count in zip(STOPPING, signals, strict=True):
             if count and not self.interrupted.is_set():
@@ -256,7 +257,7 @@ class _Run:
                         best.save(folder)
         p.evaluated = p.step
         peaks = [x for x in state.processes.gather(peak_bytes(state.device)) if x is not None]
-        memory = {"peak_bytes": max(peaks)} if peaks else {}  # of the process that has taken most
+        memory = {"peak_bytes": max(peaks)} if peaks else {}  # the largest over the processes
         log.write("eval", p.step, loss=p.last_val, bits=p.last_val / math.log(2), best=p.best_val, **memory)
         self._count_seconds()
 
@@ -265,7 +266,7 @@ def _make_folder(folder: Path) -> None:
     """Create the folder of a run, if it does not exist.
 
     Raises:
-        ValueError: it cannot be created.
+        ValueError: the folder cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

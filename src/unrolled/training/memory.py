@@ -1,4 +1,4 @@
-"""The memory that this process holds, and that of the tensors that it makes."""
+"""The memory of this process, and of the tensors that it makes."""
 
 import sys
 import weakref
@@ -21,7 +21,7 @@ def process_bytes(field: str) -> int:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the peak memory of a run so far: on CUDA of torch's tensors, else of the whole process.
+    """Return the peak memory of a run so far: of torch's tensors on CUDA, else of the whole process.
 
     None where the system does not report it.
     """
@@ -37,7 +37,7 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of tensors that exist at once, among those made by the operations inside.
+    """A context that counts the bytes of the tensors made inside it that exist at the same time.
 
     Temporary memory inside an operation is not counted.
     """
@@ -45,7 +45,7 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
-        self._known: Any = WeakIdKeyDictionary()  # storages, with what stops counting them
+        self._known: Any = WeakIdKeyDictionary()  # each storage with the function that stops counting it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -61,7 +61,7 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def forget(self, x: Tensor) -> None:
-        """Count the memory of a tensor no longer, as if it were free."""
+        """Stop counting the memory of a tensor, as if it were freed."""
         for storage in _storages(x):
             if stop := self._known.get(storage):
                 stop()  # once only

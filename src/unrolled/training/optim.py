@@ -22,12 +22,12 @@ Named = list[tuple[str, nn.Parameter]]
 def build_optimizers(model: Trainable, config: TrainConfig) -> list[torch.optim.Optimizer]:
     """Make the optimisers of a model, with weight decay on matrices only.
 
-    Decay shrinks directions of a linear map; on a bias or a norm's gain it would shrink an offset or a scale.
-    Parameters are passed by name, so that the state can be checkpointed by name.
+    On a matrix, decay shrinks directions of a linear map. On a bias or the gain of a norm, it would shrink an
+    offset or a scale. Parameters are passed by name, so that the state can be checkpointed by name.
 
     Raises:
-        ValueError: Muon, but no block of the model has a linear layer.
-        UnsupportedError: Muon, which this version of torch does not have.
+        ValueError: the optimiser is Muon, but no block of the model has a linear layer.
+        UnsupportedError: the optimiser is Muon, which this version of torch does not have.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     matrices = _matrices_of_blocks(model, trained) if config.optimizer == "muon" else []
@@ -55,8 +55,8 @@ def build_optimizers(model: Trainable, config: TrainConfig) -> list[torch.optim.
 def _may_fuse(p: nn.Parameter) -> bool:
     """Whether torch's fused AdamW can update a parameter.
 
-    It walks through the memory of the parameter, its gradient and its moments side by side and ignores
-    strides. Autograd gives a contiguous parameter contiguous gradients.
+    Fused AdamW walks through the memory of the parameter, its gradient and its moments side by side, and
+    ignores strides. Autograd gives a contiguous parameter contiguous gradients.
     """
     return p.is_floating_point() and p.device.type in ("cpu", "cuda") and p.is_contiguous()
 
@@ -78,7 +78,7 @@ class ScheduleState:
     Attributes:
         scale: factor that the plateau schedule has applied to the learning rate so far.
         best: lowest validation loss seen.
-        stale: evaluations since then, or since the rate was last lowered.
+        stale: number of evaluations since the lowest loss, or since the rate was last lowered.
     """
 
     scale: float = 1.0
@@ -93,14 +93,14 @@ class Schedule:
 
         s < w          peak * (s + 1) / w
         cosine         min_lr + (lr - min_lr) * (1 + cos(pi * d)) / 2, d = (s - w) / (n - w), or the part of
-                       `seconds` that is over
+                       `seconds` that has passed
         plateau        peak = max(min_lr, lr * 0.5^k), k = how often the validation loss stopped falling
         constant       lr
         inverse_sqrt   lr * sqrt(w / (s + 1))
 
-    Only the plateau schedule has state, which `observe` updates. With lr = (d_model w)^-0.5, the
-    last one is d_model^-0.5 min((s + 1)^-0.5, (s + 1) w^-1.5), the rate of Vaswani et al. 2017 (arXiv
-    1706.03762, eq. 3), which the code of its authors calls "noam".
+    Only the plateau schedule has state, which `observe` updates. With lr = (d_model w)^-0.5, inverse_sqrt is
+    d_model^-0.5 min((s + 1)^-0.5, (s + 1) w^-1.5), the rate of Vaswani et al. 2017 (arXiv 1706.03762, eq. 3),
+    which the code of its authors calls "noam".
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -108,7 +108,7 @@ class Schedule:
         self.state = ScheduleState()
 
     def lr(self, step: int, seconds: float = 0.0) -> float:
-        """Learning rate of the update that follows `step` finished ones and `seconds` of the run."""
+        """Return the learning rate of the update after `step` finished updates and `seconds` of the run."""
         c = self.config
         peak = max(c.min_lr, c.lr * self.state.scale)
         if step < c.warmup_steps:

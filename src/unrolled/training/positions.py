@@ -20,14 +20,14 @@ class Score:
     """Mean loss and accuracy over the targets at some positions, with standard errors.
 
     Attributes:
-        start, stop: the positions, counted from 0: from `start` to `stop` - 1.
-        windows: number of windows, the examples of the validation split, that have a target there.
-        targets: number of targets there.
-        loss, loss_error: nats per token.
+        start, stop: the range of positions, from `start` to `stop` - 1, counted from 0.
+        windows: number of windows (examples of the validation split) that have a target in the range.
+        targets: number of targets in the range.
+        loss, loss_error: mean loss in nats per token, and its standard error.
         correct: number of targets that are the most likely token.
-        accuracy, accuracy_error: `correct / targets`.
+        accuracy, accuracy_error: `correct / targets`, and its standard error.
 
-    With one window the standard errors are None.
+    With one window, the standard errors are None.
     """
 
     start: int
@@ -46,8 +46,8 @@ def evaluate_positions(
 ) -> list[Score]:
     """Evaluate a language model on the whole validation split, in ranges of positions.
 
-    Targets of one window depend on each other, so a standard error counts windows, not targets. With c_w
-    targets in window w, the sum s_w of their losses, and n windows,
+    Targets of one window depend on each other, so standard errors are computed over windows, not targets.
+    With c_w targets in window w, the sum s_w of their losses, and n windows, the mean m and its error are
 
         m = sum_w s_w / sum_w c_w,    error^2 = n / (n - 1) sum_w (s_w - m c_w)^2 / (sum_w c_w)^2
 
@@ -56,7 +56,7 @@ def evaluate_positions(
 
     Args:
         model: maps tokens [B,T] to logits [B,n,V] of the last n positions.
-        dataset: its `eval_batches` are evaluated, all of them; `config.eval_batches` is ignored.
+        dataset: all of its `eval_batches` are evaluated; `config.eval_batches` is ignored.
         config: batch size and precision.
         ranges: (start, stop) of each range.
 
@@ -64,7 +64,7 @@ def evaluate_positions(
         The score of each range, without those that have no target.
 
     Raises:
-        ValueError: there is no range, or no target in any.
+        ValueError: there is no range, or no range has a target.
     """
     parts: list[Tensor] = []
     forward = cast(Callable[..., Tensor], model)
@@ -84,7 +84,7 @@ def evaluate_positions(
 
 
 def _logits(forward: Callable[..., Tensor], batch: Batch, device: torch.device) -> Tensor:
-    """Logits [B,n,V] of the last n positions of each row; of all, where rows hold several sequences."""
+    """Logits [B,n,V] of the last n positions of each row; of all positions if rows hold packed sequences."""
     inputs = batch.inputs.to(device)
     if batch.cu_seqlens is None:
         return forward(inputs)
@@ -93,7 +93,7 @@ def _logits(forward: Callable[..., Tensor], batch: Batch, device: torch.device) 
 
 
 def _sums(logits: Tensor, targets: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """The number of targets, their loss and the correct ones, by range and window: [R,B,3]."""
+    """The number of targets, the sum of their losses and the number of correct ones: [R,B,3]."""
     first = targets.shape[1] - logits.shape[1]
     targets = targets[:, first:]
     right = logits.argmax(-1) == targets  # False where ignored

@@ -1,7 +1,7 @@
-"""The processes of a run, as torchrun starts them: what they tell each other, and how they fail together.
+"""The processes of a run, as torchrun starts them: how they communicate, and how they fail together.
 
-Every process runs the same program. Only the first writes files; each method of `Processes` is called by all
-of them in the same order, and does nothing where a process is alone.
+Every process runs the same program. Only the first writes files. All processes call the methods of
+`Processes` in the same order; a single process communicates with nobody.
 """
 
 import os
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class ElsewhereError(RuntimeError):
-    """Another process of the run failed. That process says why; this one only has to end."""
+    """Another process of the run failed. That process reports the reason; this process only has to end."""
 
     said_elsewhere = True
 
@@ -32,9 +32,10 @@ class Processes:
 
     Attributes:
         rank: number of this process, from 0.
-        size: how many there are.
-        group: over which they talk on the CPU; None where `size` is 1.
-        ranks: those that share sequences with this one, its team; None where each reads whole sequences.
+        size: number of processes.
+        group: process group for communication on the CPU; None if `size` is 1.
+        ranks: the team of this process: the processes that share its sequences; None if each process reads
+            whole sequences.
     """
 
     rank: int = 0
@@ -68,7 +69,7 @@ class Processes:
         return self.rank // self.team_size
 
     def gather(self, value: T) -> list[T]:
-        """Return the value of each process, in their order, on all of them."""
+        """Return the values of all processes, in the order of their ranks, on each of them."""
         if self.alone:
             return [value]
         values: list[Any] = [None] * self.size
@@ -76,7 +77,7 @@ class Processes:
         return values
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Add up numbers over the processes, in fp64 and in one all-reduce."""
+        """Sum numbers over the processes, in fp64 and in one all-reduce."""
         if self.alone:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
@@ -85,7 +86,7 @@ class Processes:
         return found
 
     def from_first(self, value: T) -> T:
-        """Return the value of the first process on all."""
+        """Return the value of the first process, on all processes."""
         if self.alone:
             return value
         values: list[Any] = [value]
@@ -94,7 +95,7 @@ class Processes:
         return first
 
     def copy_from_first(self, x: Tensor) -> None:
-        """Overwrite a tensor by that of the first process; all have one of the same shape and type."""
+        """Overwrite a tensor, of the same shape and dtype on all processes, by that of the first process."""
         if not self.alone:
             dist.broadcast(x, src=0, group=self.group if x.device.type == "cpu" else None)
 
@@ -102,8 +103,8 @@ class Processes:
     def agreed(self) -> Iterator[None]:
         """Fail on all processes if the block fails on any.
 
-        The lowest process that failed raises its own error, and all others `ElsewhereError`. Inside the
-        block, processes may not talk to each other, unless they all fail together.
+        The failed process of the lowest rank raises its own error, and all others raise `ElsewhereError`.
+        Inside the block, processes may not communicate, unless they all fail together.
         """
         if self.alone:
             yield
@@ -124,12 +125,12 @@ class Processes:
         raise error or ElsewhereError("another process of the run failed")
 
     def fail(self, error: Exception) -> Exception:
-        """Return what to raise where all processes have found the same error: the first alone says it."""
+        """Return what to raise for an error that all processes have found: the first process reports it."""
         return error if self.first else ElsewhereError(f"process 0 of the run failed: {error}")
 
     @contextmanager
     def losing_others(self) -> Iterator[None]:
-        """Turn the error of a broken connection, which a process leaves that dies, into `ElsewhereError`."""
+        """Turn the error of a connection that broke because another process died into `ElsewhereError`."""
         try:
             yield
         except RuntimeError as error:
@@ -144,10 +145,10 @@ ALONE = Processes()
 
 @contextmanager
 def joined() -> Iterator[Processes]:
-    """Yield the processes that torchrun started, or those of torch's process group; without either, one.
+    """Yield the processes that torchrun started, or those of torch's process group, or else `ALONE`.
 
-    Inside the block, torch's process group exists where there are several processes. GPUs are dealt out by
-    the rank on the machine.
+    Inside the block, torch's process group exists if there are several processes. Each process uses the GPU
+    of its rank on the machine.
     """
     started = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
     begins = dist.is_available() and started and not dist.is_initialized()
@@ -162,7 +163,7 @@ def joined() -> Iterator[Processes]:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         yield ALONE
         return
-    group = dist.new_group(backend="gloo")  # whatever moves the gradients, the CPU can always talk
+    group = dist.new_group(backend="gloo")  # for communication on the CPU, whatever sends the gradients
     try:
         yield Processes(dist.get_rank(), dist.get_world_size(), group)
     finally:

@@ -1,16 +1,16 @@
 """The exact gradient of sequences that do not fit into memory, segment by segment.
 
 A recurrence carries a state over the border between two segments: s_i = f(x_i, s_{i-1}). A first pass
-computes the states at the borders and keeps nothing else. A second one goes back from the last segment to the
-first. It computes each again from its state, now with a graph, and back-propagates the loss l_i of its tokens
-together with the gradient of the state behind it:
+computes the states at the borders and keeps nothing else. A second pass goes back from the last segment to
+the first. It computes each segment again from the state before it, now with a graph, and back-propagates the
+loss l_i of its tokens together with the gradient of the state after it:
 
     dL/ds_{i-1} = dl_i/ds_{i-1} + (ds_i/ds_{i-1})^T dL/ds_i
 
 This is back-propagation through time (Werbos 1990) with checkpoints at the borders (Chen et al. 2016, arXiv
 1604.06174). It costs a second forward pass of all segments but the last. It takes the memory of one segment,
-however long the sequences are: the states are in a file (`KeptStates`). Dropout masks and hash buckets are
-those of the first pass (`unrolled.ops.replay`).
+however long the sequences are: the states are in a file (`KeptStates`). The second pass uses the dropout
+masks and hash buckets of the first (`unrolled.ops.replay`).
 """
 
 import math
@@ -30,7 +30,7 @@ from unrolled.training.spread import whole
 
 @runtime_checkable
 class Continues(Protocol):
-    """A model whose loss goes on from a state, such as an `unrolled.models.LanguageModel`."""
+    """A model whose loss can continue from a state, such as an `unrolled.models.LanguageModel`."""
 
     def init_state(self, batch_size: int, /) -> Any:
         """Return the state before the first token."""
@@ -48,7 +48,7 @@ def check_continues(model: object) -> Any:
     """Return the state of a model after one token.
 
     Raises:
-        UnsupportedError: its loss does not go on from a state.
+        UnsupportedError: the loss of the model cannot continue from a state.
     """
     if not isinstance(model, Continues):
         name = type(model).__name__
@@ -62,15 +62,16 @@ def check_continues(model: object) -> Any:
 
 
 def empty_state(model: Continues, rows: int) -> Any:
-    """Return the state before the first token of so many rows, in tensors that are not sharded."""
+    """Return the state of `rows` rows before their first token, in tensors that are not sharded."""
     with torch.no_grad():
         return map_tensors(whole, model.init_state(rows))
 
 
 def pieces(batch: Batch, length: int) -> Iterator[Batch]:
-    """Yield a batch itself, or what its packed sequences can be cut into for segments of `length` tokens.
+    """Yield a batch itself or, if its sequences are packed, groups of them for segments of `length` tokens.
 
-    A sequence that is longer than a segment comes alone. Shorter ones come together, packed, as many as fit.
+    A sequence that is longer than `length` is yielded alone. As many shorter sequences as fit into `length`
+    are yielded together, packed.
     """
     if batch.cu_seqlens is None:
         yield batch
@@ -97,13 +98,13 @@ def _piece(inputs: Tensor, targets: Tensor, bounds: list[int]) -> Batch:
 
 
 class Segments:
-    """The rows of a batch, each one sequence, cut into segments of equal length but for the last.
+    """The rows of a batch, each one sequence, cut into segments of equal length; the last may be shorter.
 
     Args:
-        model: what reads them.
+        model: the model that reads the segments.
         batch: `inputs` and `targets [B,T]` and perhaps a `key_padding_mask`, on the device of the model.
-        length: tokens of a segment.
-        running: makes the context in which the model runs, such as that of autocast.
+        length: number of tokens of a segment.
+        running: makes the context in which the model runs, such as autocast.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Segments:
         return empty_state(self._model, len(self._inputs))
 
     def loss(self, state: Any) -> Tensor:
-        """Return the sum of the losses of the targets, in nats, going on from `state`; without a graph."""
+        """Return the sum of the losses of the targets, in nats, continuing from `state`; without a graph."""
         losses = self._inputs.new_zeros(len(self), dtype=torch.float64)
         with torch.no_grad():
             for i in range(len(self)):
@@ -142,10 +143,10 @@ class Segments:
         """Add the gradient of `scale` times the sum of the losses to the gradients of the parameters.
 
         Args:
-            scale: such as one over the number of targets.
-            state: to go on from; it gets no gradient.
-            accumulating: makes a context for forward and backward passes that are not the last.
-            last: whether the last of these passes is.
+            scale: factor of the losses, such as one over the number of targets.
+            state: the state from which the rows continue; it gets no gradient.
+            accumulating: makes a context for forward and backward passes that are not the last of an update.
+            last: whether the last backward pass here is the last of an update.
 
         Returns:
             The scaled sum of the losses, and the state at the end, both without a graph.
@@ -202,7 +203,7 @@ def _detached(state: Any, *, requires_grad: bool = False) -> Any:
 
 
 def _back_propagate(loss: Tensor, state: Any, gradients: list[Tensor | None]) -> None:
-    """Back-propagate a loss and, where there are any, the gradients of the tensors of a state."""
+    """Back-propagate a loss together with the gradients of the tensors of a state, where there are any."""
     roots, weights = [loss], list[Tensor | None]([None])
     for x, gradient in zip(leaves(state).values(), gradients, strict=bool(gradients)):
         if gradient is not None and x.requires_grad:

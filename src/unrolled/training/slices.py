@@ -1,14 +1,14 @@
 """Sequences that several processes share, each with a slice of every segment (`TrainConfig.sequence`).
 
-The processes of a run are dealt out to teams: with P processes in a team, process r is rank r mod P of team
-r // P. Batches are dealt out to the teams, and each rank of a team reads its columns of the same rows:
+The processes of a run form teams: with P processes in a team, process r is rank r mod P of team r // P.
+Batches are divided among the teams, and each rank of a team reads its own columns of the same rows:
 
     segment    0 ... S - 1         S ... 2 S - 1       (one of all tokens, if the run has no segments)
     rank 0     0 ... S/P - 1       S ... S + S/P - 1
     rank 1     S/P ... 2 S/P - 1   S + S/P ... S + 2 S/P - 1
 
-What they exchange is in `unrolled.ops.sequence`. The loss and the gradient of a rank are those of its
-targets, so that they are added up over all processes, as without slices.
+`unrolled.ops.sequence` describes what the ranks exchange. The loss and the gradient of a rank are those of
+its own targets, so they are summed over all processes, as without slices.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ from unrolled.training.segments import check_continues
 
 @contextmanager
 def teams(processes: Processes, config: TrainConfig) -> Iterator[Processes]:
-    """Yield the processes of a run, dealt out to teams of `config.sequence`."""
+    """Yield the processes of a run, in teams of `config.sequence` processes."""
     if config.sequence == 1:
         yield processes
         return
@@ -44,7 +44,7 @@ def check_slices(model: object, batch: Batch, config: TrainConfig, ranks: Ranks)
     """Check that a model can read slices of batches like `batch`; all ranks call it.
 
     Raises:
-        UnsupportedError: the model or one of its mechanisms cannot, or sequences are packed.
+        UnsupportedError: the model or one of its mechanisms cannot read slices, or sequences are packed.
         ValueError: rows whose states are carried cannot be cut into slices of equal length.
     """
     if batch.cu_seqlens is not None:
@@ -52,7 +52,7 @@ def check_slices(model: object, batch: Batch, config: TrainConfig, ranks: Ranks)
     with use(ranks):
         check_continues(model)
     length = batch.inputs.shape[1]
-    if config.carry_state and length % ranks.size:  # what fills them up would be in the states
+    if config.carry_state and length % ranks.size:  # padding would enter the states
         raise ValueError(
             f"with carry_state, the length of the rows must be a multiple of sequence = {ranks.size}, but it "
             f"is {length}"
@@ -60,10 +60,10 @@ def check_slices(model: object, batch: Batch, config: TrainConfig, ranks: Ranks)
 
 
 def slice_of(batch: Batch, ranks: Ranks, segment: int | None) -> Batch:
-    """Return the columns of this rank, its parts of all segments end to end.
+    """Return the columns of this rank: its parts of all segments, concatenated.
 
-    Rows are filled up at the end to a multiple of the ranks. That changes nothing before it, and has no
-    targets.
+    Rows are padded at the end to a multiple of the number of ranks. The padding changes nothing before it,
+    and has no targets.
     """
     length = batch.inputs.shape[1]
     full = length + -length % ranks.size

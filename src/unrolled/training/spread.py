@@ -1,7 +1,8 @@
 """How a model is spread over processes: a copy on each (DDP), or each copy over several of them (FSDP2).
 
 Training calls the methods of `Spread.model`, which add up gradients over the processes in the backward pass.
-The loss of each process is already its share of the mean over all targets, so they are added, not averaged.
+The loss of each process is already its share of the mean over all targets, so gradients are added, not
+averaged.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -16,10 +17,10 @@ from unrolled.training.processes import Processes
 
 
 class Spread:
-    """One process, which has the whole model.
+    """A single process, which has the whole model; the base class of `Copies` and `Shards`.
 
     Attributes:
-        model: what training calls.
+        model: the model whose methods training calls.
         sharded: whether a process has only a part of each weight.
     """
 
@@ -29,14 +30,14 @@ class Spread:
         self.model = model
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Return a context for all but the last backward pass of an update, whose gradients wait for it.
+        """Return a context for all but the last pass of an update; gradients are sent only in the last.
 
-        Both the forward and the backward pass belong inside.
+        Both the forward and the backward pass belong inside the context.
         """
         return nullcontext()
 
     def whole(self, model: Trainable) -> Trainable | None:
-        """Return the model, or its averaged copy, with all weights, to be saved; None but on the first.
+        """Return `model` with all of its weights, to be saved, on the first process; None on the others.
 
         All processes call it.
         """
@@ -50,17 +51,18 @@ def spread(
     processes: Processes,
     device: torch.device,
 ) -> Spread:
-    """Spread a model, equal on all processes, over them.
+    """Spread a model, which is equal on all processes, over them.
 
     Args:
-        model: with `config.shard` above 1, it is sharded in place.
-        averaged: a copy of it with averages of its weights, if there is one, sharded alike.
-        config: its `shard` and `bf16`.
-        processes: those of the run.
-        device: of the model.
+        model: the model; with `config.shard` above 1, it is sharded in place.
+        averaged: a copy of the model with averages of its weights, if there is one; it is sharded in the same
+            way.
+        config: its `shard` and `bf16` are used.
+        processes: the processes of the run.
+        device: device of the model.
 
     Raises:
-        UnsupportedError: this version of torch cannot shard it.
+        UnsupportedError: this version of torch cannot shard the model.
     """
     if processes.alone:
         return Spread(model)
@@ -79,7 +81,7 @@ def local(x: Tensor) -> Tensor:
 
 
 def part_of(x: Tensor, like: Tensor) -> Tensor:
-    """Return the part of a whole tensor that this process has of one sharded as `like`."""
+    """Return the part of a whole tensor that this process has if the tensor is sharded as `like`."""
     if local(like) is like:
         return x
     from torch.distributed.tensor import distribute_tensor
@@ -89,5 +91,5 @@ def part_of(x: Tensor, like: Tensor) -> Tensor:
 
 
 def whole(x: Tensor) -> Tensor:
-    """Gather a tensor whose parts other processes have; all of them call it."""
+    """Gather a tensor from its parts on all processes, which all call this function."""
     return cast(Tensor, x.full_tensor()) if hasattr(x, "full_tensor") else x

@@ -6,8 +6,8 @@ and twice as many in the backward pass. With W such weights,
     MFU = 6 W * tokens per second / speed of the processor
 
 (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, without its term for attention, which differs between
-the mechanisms). Activations that are computed again do not count. The speed is measured, as that of the
-product of two square matrices in the type in which the model computes.
+the mechanisms). Recomputed activations do not count. The speed is measured with the product of two square
+matrices in the dtype in which the model computes.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""What one update takes, counted while it runs: memory of activations, and bytes sent to other processes."""
+"""What one update takes, measured while it runs: memory of activations, and bytes sent to other processes."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,11 +20,11 @@ class Taken:
     """What an update has taken on this process.
 
     Attributes:
-        activation_bytes: the most that tensors take at once which the forward and backward passes have made,
-            without the gradients of parameters and without temporary memory inside an operation.
-        kept_bytes: of the states of segments, on disk if they are large.
-        sent_bytes: to other processes, in collectives that are counted as a ring does them: with P processes
-            and n bytes on each, an all-reduce sends 2 (P - 1) / P n, a reduce-scatter half of it, and an
+        activation_bytes: peak memory of the tensors made by the forward and backward passes, without the
+            gradients of parameters and without temporary memory inside an operation.
+        kept_bytes: bytes of the states between segments, which are on disk if they are large.
+        sent_bytes: bytes sent to other processes. Collectives count as on a ring: with P processes and n
+            bytes on each, an all-reduce sends 2 (P - 1) / P n, a reduce-scatter half of that, and an
             all-gather (P - 1) n.
     """
 
@@ -35,7 +35,7 @@ class Taken:
 
 @contextmanager
 def watched(state: TrainState) -> Iterator[Taken]:
-    """Count what an update in the block takes, which makes it slower; the result is there after the block."""
+    """Measure the update in the block, and slow it down; the result is complete after the block."""
     taken, memory, sent = Taken(), PeakBytes(), _Sent()
     KeptStates.largest = 0
 
@@ -51,7 +51,7 @@ def watched(state: TrainState) -> Iterator[Taken]:
             if x.requires_grad:
                 hook = x.register_post_accumulate_grad_hook(forget)  # type: ignore[no-untyped-call]
                 stack.callback(hook.remove)
-        for optimizer in state.optimizers:  # whose own temporary tensors are no activations
+        for optimizer in state.optimizers:  # before their steps, whose temporary tensors are no activations
             stack.callback(optimizer.register_step_pre_hook(passes_are_over).remove)
         if dist.is_available():
             stack.enter_context(sent)

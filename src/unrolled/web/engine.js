@@ -1,14 +1,14 @@
-// An exported model: read tokens, give logits, hand the state on. A state is a value; nothing here changes one.
+// An exported model: reads tokens after a state, and returns logits and the next state. States are never changed in place.
 
 import { Failure, fetchChecked, fetchJson, parseJson } from "./files.js";
 
 const ARRAYS = { float32: Float32Array, int64: BigInt64Array, bool: Uint8Array };
-const CHUNK = 256; // tokens of a prompt read at once: time and memory of one call go with their square
+const CHUNK = 256; // tokens of a prompt read at once: time and memory of a call are quadratic in them
 const FILLS = { Infinity: Infinity, "-Infinity": -Infinity, NaN: NaN };
 
-/** The builds of ONNX Runtime that can be used, the preferred first; each is loaded when it is wanted. */
+/** The builds of ONNX Runtime that can be used, the preferred one first; each is loaded when it is first needed. */
 export class Runtimes {
-  /** WebGPU where the folder has it and the browser finds an adapter, then wasm. */
+  /** WebGPU, if the folder has it and the browser finds an adapter; then wasm. */
   static async find() {
     if (typeof WebAssembly === "undefined") {
       throw new Failure("This browser has no WebAssembly, or it is switched off, and the models run in it.");
@@ -24,7 +24,7 @@ export class Runtimes {
 
   get(provider, onBytes) {
     const build = (this.builds[provider] ??= this.load(this.record.builds[provider], onBytes));
-    build.catch(() => delete this.builds[provider]); // whoever asks again tries again
+    build.catch(() => delete this.builds[provider]); // the next call tries again
     return build;
   }
 
@@ -38,12 +38,12 @@ export class Runtimes {
       throw new Failure(`runtime/${module} could not be run: ${error.message}`);
     }
     ort.env.wasm.wasmBinary = content.buffer;
-    ort.env.wasm.numThreads = 1; // threads need headers that plain servers do not send, and slow small models down
+    ort.env.wasm.numThreads = 1; // threads need headers that plain servers do not send, and they slow down small models
     return ort;
   }
 }
 
-/** Start a graph on the first runtime that takes it: WebGPU does not take every graph. */
+/** Start a graph on the first runtime that can run it: WebGPU cannot run every graph. */
 async function begin(name, graph, runtimes, onBytes) {
   let reason;
   for (const provider of runtimes.providers) {
@@ -59,7 +59,7 @@ async function begin(name, graph, runtimes, onBytes) {
 
 /** An exported model of any kind: its manifest, its vocabulary and its graph in a runtime. */
 export class Graph {
-  /** Load the model in a folder: its manifest, then the files that the manifest vouches for. */
+  /** Load the model in a folder: its manifest, then the files, which are checked against the manifest. */
   static async load(folder, runtimes, onBytes) {
     const manifest = await fetchJson(`${folder}/manifest.json`);
     if (manifest.format !== this.format || manifest.version !== 1) {
@@ -98,13 +98,13 @@ export class Engine extends Graph {
     return state;
   }
 
-  /** Read token ids after `state`. Gives the logits after the last, the new state, the probes and the time in ms. */
+  /** Read token ids after `state`. Returns the logits after the last id, the new state, the probes and the time in ms. */
   async read(ids, state) {
     let last;
     let ms = 0;
     const stride = this.manifest.length === 1 ? 1 : CHUNK;
     for (let i = 0; i < ids.length; i += stride) {
-      if (i && i % CHUNK === 0) await new Promise((resolve) => setTimeout(resolve)); // the page stays alive
+      if (i && i % CHUNK === 0) await new Promise((resolve) => setTimeout(resolve)); // let the page respond
       last = await this.call(ids.slice(i, i + stride), state);
       state = last.state;
       ms += last.ms;
@@ -125,20 +125,20 @@ export class Engine extends Graph {
     return { logits, state: next, probes, ms };
   }
 
-  /** The most tokens that can follow a prompt; the last is drawn but not read. */
+  /** The maximum number of tokens that can follow a prompt; the last one is drawn but not read. */
   room(promptLength) {
     const positions = this.manifest.max_positions;
     const read = promptLength + (this.manifest.start_token === null ? 0 : 1);
     return positions === null ? Infinity : Math.max(positions - read + 1, 0);
   }
 
-  /** Whether a part of the state gets longer with every token. */
+  /** Whether a part of the state grows with every token. */
   get grows() {
     return this.manifest.state.some((part) => part.growing_axis !== null);
   }
 }
 
-/** Bytes of all tensors of a state. */
+/** The number of bytes of all tensors of a state. */
 export function nbytes(state) {
   return Object.values(state).reduce((sum, tensor) => sum + tensor.data.byteLength, 0);
 }

@@ -1,11 +1,11 @@
-// Fetching the files of this folder, each checked before anything uses it.
+// Fetches the files of this folder; each file is checked before it is used.
 
 import { sha256 } from "./sha256.js";
 
-/** A reason to show to the person, in one sentence. */
+/** An error to show to the user, in one sentence. */
 export class Failure extends Error {}
 
-/** Fetch a file as bytes; `onBytes(n)` is told of each piece that has come. */
+/** Fetch a file as bytes; `onBytes(n)` is called with the size of each piece that arrives. */
 export async function fetchBytes(url, onBytes = () => {}) {
   let response;
   try {
@@ -36,7 +36,7 @@ export async function fetchBytes(url, onBytes = () => {}) {
   return bytes;
 }
 
-/** Fetch a file and hold it to the size and the hash that `expected` states. */
+/** Fetch a file, and check its size and hash against `expected`. */
 export async function fetchChecked(url, expected, onBytes) {
   const bytes = await fetchBytes(url, onBytes);
   if (bytes.length !== expected.bytes) {

@@ -1,4 +1,4 @@
-// What one layer of a model remembers, as a figure: S and phi(q) S of each head, or a cache that gets longer.
+// A figure of what one layer of a model remembers: S and phi(q) S of each head, or a cache that grows.
 
 import { paintCache, paintState } from "./pictures.js";
 
@@ -11,13 +11,13 @@ export class Memory {
     this.figure.append(this.caption, this.heads);
   }
 
-  /** The part of a layer's state that has a picture: numbers of [batch, heads, rows, columns]. */
+  /** The part of a layer's state that is shown: numbers [batch, heads, rows, columns]. */
   part(layer) {
     const parts = this.engine.manifest.state.filter((part) => part.name.startsWith(`layers.${layer}.`));
     return parts.find((part) => part.type === "float32" && part.shape.length === 4);
   }
 
-  /** Show a layer after the last read, `{ state, probes }`, or before any. */
+  /** Show a layer after the last tokens read, `{ state, probes }`, or before any token. */
   paint(layer, capacity, last) {
     const part = this.part(layer);
     if (!part) {

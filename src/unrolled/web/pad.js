@@ -10,7 +10,10 @@ export const EXAMPLES = {
   8: [[0.74, 0.14], [0.48, 0], [0.22, 0.14], [0.3, 0.36], [0.7, 0.6], [0.8, 0.82], [0.5, 1], [0.22, 0.82], [0.3, 0.6], [0.72, 0.36], [0.74, 0.14]],
 };
 
-/** Holds an image of intensities in [0, 1], one or three for a pixel, and draws in white; calls `changed()` when it has changed and `say(text)` for a screen reader. */
+/**
+ * A pad with an image of intensities in [0, 1], one or three for each pixel; the user draws in white. Calls `changed()` when
+ * the image has changed, and `say(text)` for a screen reader.
+ */
 export class Pad {
   constructor(canvas, { changed, say }) {
     Object.assign(this, { canvas, changed, say, cursor: null, last: null });
@@ -52,7 +55,7 @@ export class Pad {
     this.changed();
   }
 
-  /** How many levels are above the line. */
+  /** The number of levels above the line. */
   get given() {
     return this.rows * this.width * this.channels;
   }
@@ -135,7 +138,7 @@ export class Pad {
     event.preventDefault();
     this.paint();
     if (drew) this.changed();
-    clearTimeout(this.saying); // once the hand rests, not at every step
+    clearTimeout(this.saying); // once the movement has stopped, not at every step
     this.saying = setTimeout(() => {
       const { x, y } = this.cursor;
       const ink = Math.max(...this.pixel(x, y));

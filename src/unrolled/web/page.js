@@ -1,4 +1,4 @@
-// The page: what is chosen, what runs, what is shown.
+// The page: the chosen models, their runs, and what is shown.
 
 import { Engine, nbytes, Runtimes } from "./engine.js";
 import { Failure, fetchJson } from "./files.js";
@@ -12,16 +12,16 @@ import { Vocabulary } from "./vocabulary.js";
 
 const $ = (id) => document.getElementById(id);
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
-const LONGEST = 20000; // tokens to read or to write, so that no slip of the hand fills the memory
-const WARM_UP = 8; // steps whose time does not count: the browser compiles what it sees to be used
+const LONGEST = 20000; // maximum number of tokens to read or to write, so that a wrong input does not fill the memory
+const WARM_UP = 8; // steps whose time does not count, because the browser is still compiling
 const groups = new Map(); // name of a group -> its entries of models.json
 const loaded = new Map(); // name of a model -> a promise of its engine
-let runtimes; // a promise, from the first group on
-let group; // what is on show: { kind, models: [model, ...] }
+let runtimes; // a promise, once the first group is loaded
+let group; // the group that is shown: { kind, models: [model, ...] }
 let stop; // ends the run in progress
-let running = Promise.resolve(); // that run, to wait for
+let running = Promise.resolve(); // a promise of the end of that run
 
-// For scripts: what was made, by the name of the model, and the last sound. document.body.dataset.state says how far the page is.
+// For scripts: the results by the name of the model, and the last sound. document.body.dataset.state is the state of the page.
 window.unrolled = { runs: {} };
 
 const setState = (state) => (document.body.dataset.state = state);
@@ -70,7 +70,7 @@ function load(entry, onBytes) {
   return loaded.get(entry.name);
 }
 
-/** Load the models of a group, if they are not here yet, and show them. */
+/** Load the models of a group, if they are not loaded yet, and show them. */
 async function show(name) {
   stop?.();
   speech.leave();
@@ -84,9 +84,9 @@ async function show(name) {
   let come = 0;
   const onBytes = (n) => ($("progress").value = Math.min(1, (come += n) / expected));
   const results = await Promise.allSettled(entries.map((entry) => load(entry, onBytes)));
-  stop?.(); // a run that was begun while these came
-  await running; // it ends with the group that it was begun with
-  if ($("groups").querySelector(":checked").value !== name) return; // another was chosen meanwhile
+  stop?.(); // a run that began while these models were loading
+  await running; // a run ends with the group that it began with
+  if ($("groups").querySelector(":checked").value !== name) return; // another group was chosen in the meantime
   const failed = results.filter((result) => result.status === "rejected").map((result) => result.reason);
   if (failed.length === results.length) throw failed[0];
 
@@ -113,7 +113,7 @@ async function show(name) {
   $("loading").hidden = true;
   $("demo").hidden = false;
   setState("ready");
-  if (failed.length) fail(failed[0]); // the others can still be used
+  if (failed.length) fail(failed[0]); // the other models can still be used
   refresh();
 }
 
@@ -123,7 +123,7 @@ function entitle(title, ...introduction) {
   $("introduction").replaceChildren(...introduction);
 }
 
-/** Say what the models on show are, and what each has to keep. */
+/** Describe the models that are shown, and what each must store. */
 function introduce() {
   const transformers = group.models.filter((model) => model.transformer);
   const constant = transformers.some((model) => !model.engine.grows);
@@ -142,7 +142,7 @@ function makeModel(entry, engine) {
   card.classList.add(side);
   card.querySelector("h2").textContent = entry.title;
   const made = document.createElement(entry.kind === "image" ? "canvas" : "p");
-  if (entry.kind === "text") { // a long text scrolls, which has to work without a mouse
+  if (entry.kind === "text") { // a long text must scroll without a mouse too
     made.tabIndex = 0;
     made.setAttribute("role", "region");
     made.setAttribute("aria-label", `Text by ${entry.title}`);
@@ -178,7 +178,7 @@ function describeTemperature() {
   $("temperature-shown").textContent = value ? value.toFixed(2) : "0, the likeliest always";
 }
 
-/** Set the input up for the group. */
+/** Set up the input for the group. */
 function prepare() {
   const [{ engine, vocabulary }] = group.models;
   const image = group.kind === "image";
@@ -214,7 +214,7 @@ function prepare() {
   }
 }
 
-/** The ids that the models are given and how many they shall add, or a Failure with the reason why not. */
+/** Return the ids for the models and the number of tokens to add, or throw a Failure with the reason. */
 function order() {
   const [{ engine, vocabulary }] = group.models;
   if (group.kind === "image") {
@@ -231,7 +231,7 @@ function order() {
   return { prompt, count: Math.min(Math.max(1, Math.round(Number($("count").value)) || 1), room, LONGEST), room };
 }
 
-/** Show what has been given, and what has not been made yet. */
+/** Show the given part, and the part that is not generated yet. */
 function refresh() {
   if (!group || stop || group.kind === "speech") return;
   $("rows-shown").textContent = `${pad.rows} of ${pad.height}`;
@@ -252,7 +252,7 @@ function refresh() {
 
 // --- the run ---------------------------------------------------------------------------------------------------------
 
-/** Let the models take turns, a token each, until all are done or someone stops them. */
+/** Let the models generate in turn, one token each, until all are done or the user stops them. */
 async function run() {
   refresh();
   const { prompt, count, room } = group.order;
@@ -295,7 +295,7 @@ async function run() {
   paint(true);
   const bound = room === count ? ` These models learned ${group.models[0].engine.manifest.max_positions} positions, and they are used up.` : "";
   $("status").textContent = `${stopped ? "Stopped" : "Done"} after ${group.models[0].ids.length} tokens.${bound}`;
-  if (document.body.dataset.state === "running") setState("ready"); // and not while another group comes
+  if (document.body.dataset.state === "running") setState("ready"); // but not while another group is loading
 }
 
 function take(model, now) {
@@ -304,12 +304,12 @@ function take(model, now) {
   model.bytes = nbytes(now.state);
   if (model.points.length === 0) model.points.push([0, nbytes(model.engine.initState())]);
   model.points.push([now.read, model.bytes]);
-  // The first is the time of the whole prompt.
+  // The first time is that of the whole prompt.
   if (model.ids.length > 1 + WARM_UP) model.times.push([now.read, now.ms]);
   model.last = now;
 }
 
-/** Wait for the next frame; a hidden page has none, and goes on all the same. */
+/** Wait for the next frame; a hidden page has no frames, and continues without waiting for one. */
 function frame() {
   return new Promise((resolve) => {
     const timer = setTimeout(resolve, 100);
@@ -326,7 +326,7 @@ function median(times) {
   return sorted[sorted.length >> 1];
 }
 
-/** Medians of blocks of times, which single ones jump about. */
+/** Medians of blocks of times, since single times vary too much. */
 function smoothed(times) {
   const block = Math.max(1, Math.min(8, Math.ceil(times.length / 8)), Math.ceil(times.length / 40));
   const points = [];

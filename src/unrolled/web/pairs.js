@@ -3,7 +3,7 @@
 const WORDS =
   /'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?[^\p{White_Space}\p{L}\p{N}]+|\p{White_Space}+(?!\P{White_Space})|\p{White_Space}+/gu;
 
-/** The letters that stand for bytes: a printable byte is its own letter, the others have those from U+0100 on. */
+/** The letters that stand for bytes: a printable byte is its own letter, and other bytes have letters from U+0100 on. */
 function byteLetters() {
   const printable = (byte) => (byte > 32 && byte < 127) || (byte > 160 && byte !== 173);
   let others = 256;
@@ -18,7 +18,7 @@ export class BytePairs {
     this.ids = new Map(Object.entries(model.vocab));
     this.letters = byteLetters();
     const bytes = new Map(this.letters.map((letter, byte) => [letter, byte]));
-    const special = new Set(added.map((token) => token.id)); // these have no text
+    const special = new Set(added.map((token) => token.id)); // special tokens have no text
     this.contents = [];
     for (const [token, id] of this.ids) {
       this.contents[id] = special.has(id) ? [] : Array.from(token, (letter) => bytes.get(letter));
@@ -33,7 +33,7 @@ export class BytePairs {
     });
   }
 
-  /** Join the pair that was learned first, again and again. */
+  /** Repeatedly join the pair that was learned first. */
   merged(tokens) {
     for (;;) {
       let best = Infinity;
@@ -47,7 +47,7 @@ export class BytePairs {
     }
   }
 
-  /** The bytes of a token; an id beyond the last has none. */
+  /** The bytes of a token; none for an id beyond the last one. */
   bytes(id) {
     return Uint8Array.from(this.contents[id] ?? []);
   }

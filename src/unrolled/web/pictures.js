@@ -1,4 +1,4 @@
-// Pictures of images, states and costs, drawn with the colours of the style sheet.
+// Draws images, states and costs with the colours of the style sheet.
 
 /** A colour of the style sheet as [red, green, blue]. */
 export function colour(name) {
@@ -8,7 +8,7 @@ export function colour(name) {
 
 const mix = (a, b, share) => a.map((x, i) => x + (b[i] - x) * share);
 
-/** Show an image that is `given` levels first and `made` ones after; the made ones are tinted, unless it has colours. */
+/** Show an image of the `given` levels and then the `made` levels; made levels are tinted, unless the image has colours. */
 export function paintImage(canvas, [height, width, channels = 1], levels, given, made, tint) {
   Object.assign(canvas, { width, height });
   const context = canvas.getContext("2d");
@@ -27,7 +27,7 @@ export function paintImage(canvas, [height, width, channels = 1], levels, given,
   context.putImageData(image, 0, 0);
 }
 
-/** Paint a matrix, given as `value(row, column)`, into a part of an image; red to green through the ground. */
+/** Paint a matrix, given as `value(row, column)`, into a part of an image; from red over the background colour to green. */
 function paintMatrix(image, left, top, rows, columns, value, [negative, ground, positive]) {
   let largest = 0;
   for (let i = 0; i < rows; i++) for (let j = 0; j < columns; j++) largest = Math.max(largest, Math.abs(value(i, j)));
@@ -59,9 +59,9 @@ export function paintState(canvas, phi, state, rows, columns) {
   context.putImageData(image, 0, 0);
 }
 
-const WIDEST = 2048; // columns of a picture: browsers refuse canvases of some ten thousand
+const WIDEST = 2048; // maximum number of columns of a picture: browsers refuse canvases of about ten thousand
 
-/** A cache of one head, a column for each token or for every so many; blank up to `capacity` where not in use yet. */
+/** A cache of one head, with a column for one or several tokens; columns up to `capacity` that are not in use are blank. */
 export function paintCache(canvas, width, length, capacity, value) {
   const every = Math.ceil(Math.max(capacity, length, 1) / WIDEST);
   const columns = Math.ceil(length / every);
@@ -81,7 +81,7 @@ function element(name, attributes, text = "") {
   return made;
 }
 
-/** The number 1, 2, 2.5 or 5 times a power of ten that is next below `x`. */
+/** The largest number up to `x` that is 1, 2, 2.5 or 5 times a power of ten. */
 function roundStep(x) {
   const power = 10 ** Math.floor(Math.log10(x));
   return [5, 2.5, 2, 1].find((digit) => digit * power <= x) * power;
@@ -90,7 +90,7 @@ function roundStep(x) {
 /** A line chart over the tokens read; `lines` are `{ className, name, points: [[x, y], ...], value }`. */
 export function paintChart(figure, title, lines, xMax, format) {
   const [height, left, right, top, bottom] = [210, 2, 8, 20, 24];
-  const width = Math.max(200, figure.clientWidth); // as wide as on the page, so that letters keep their size
+  const width = Math.max(200, figure.clientWidth); // the width on the page, so that letters keep their size
   const yMax = Math.max(...lines.flatMap((line) => line.points.map((point) => point[1])), 0) || 1;
   const step = roundStep(yMax / 2);
   const x = (value) => left + ((width - left - right) * value) / xMax;

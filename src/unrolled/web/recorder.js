@@ -1,4 +1,4 @@
-// Runs beside the page, on the thread of sound: hands on what the microphone gives, block by block.
+// Runs on the audio thread, and passes on the samples of the microphone, block by block.
 
 registerProcessor("recorder", class extends AudioWorkletProcessor {
   process([[channel]]) {

@@ -1,8 +1,8 @@
-// Drawing the next token: the chain of `unrolled.generation`, in its order, then a draw or, at temperature 0, the best.
+// Draws the next token: the filters of `unrolled.generation` in its order, then a draw or, at temperature 0, the best token.
 
 import { Failure } from "./files.js";
 
-/** Random numbers in [0, 1) that depend on the seed alone (sfc32, seeded through splitmix32). */
+/** Random numbers in [0, 1) that depend only on the seed (sfc32, seeded by splitmix32). */
 export function makeRandom(seed) {
   let mixed = seed >>> 0;
   const split = () => {
@@ -22,7 +22,7 @@ export function makeRandom(seed) {
   };
 }
 
-/** Draw a token id from logits. `seen` is the set of ids that came before. */
+/** Draw a token id from logits. `seen` is the set of earlier ids. */
 export function draw(logits, settings, random, seen) {
   const { temperature, top_k: topK, top_p: topP, min_p: minP, repetition_penalty: penalty } = settings;
   const scores = Float64Array.from(logits);
@@ -38,7 +38,7 @@ export function draw(logits, settings, random, seen) {
   const mass = scores.map((score) => Math.exp((score - top) / temperature)); // 1 for the best
   const order = Array.from(mass.keys()).sort((i, j) => mass[j] - mass[i] || i - j);
   if (topK !== null) for (const id of order.slice(topK)) mass[id] = 0;
-  if (topP !== null && topP < 1) { // at 1 a sum may round to the whole before the last of them
+  if (topP !== null && topP < 1) { // at 1, rounding may reach the sum before the last token
     const total = mass.reduce((a, b) => a + b);
     let above = 0;
     for (const id of order) {
@@ -54,10 +54,10 @@ export function draw(logits, settings, random, seen) {
     left -= mass[id];
     if (left < 0) return id;
   }
-  return best; // rounding used the mass up
+  return best; // because of rounding, no token was reached
 }
 
-/** Continue a prompt one token at a time. Yields `{ id, ms, read, state, probes }`, the first with the time of the prompt. */
+/** Continue a prompt token by token. Yields `{ id, ms, read, state, probes }`; the first `ms` is the time of the prompt. */
 export async function* generate(engine, prompt, count, settings, seed) {
   const { start_token: start } = engine.manifest;
   const random = makeRandom(seed);

@@ -1,5 +1,5 @@
-// SHA-256. Browsers offer theirs only over https and on localhost; elsewhere, as on a phone that reads a laptop's
-// server, the one below takes over.
+// SHA-256. Browsers have SHA-256 only over https and on localhost. Elsewhere, for example on a phone that opens the page of a
+// laptop, the implementation below is used.
 
 const hex = (bytes) => Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 

@@ -1,10 +1,10 @@
-// Sounds as samples from -1 to 1 in one channel, at the rate of a model: of a file, or from the microphone.
+// Sounds from a file or the microphone, as samples from -1 to 1 in one channel, at the rate of a model.
 
 import { Failure } from "./files.js";
 
 export const LONGEST_RECORDING = 10; // seconds
 
-/** Decode a sound file, its bytes as an ArrayBuffer; channels are averaged. */
+/** Decode the bytes of a sound file, an ArrayBuffer; channels are averaged. */
 export async function decode(bytes, rate, name) {
   let sound;
   try {
@@ -20,7 +20,7 @@ export async function decode(bytes, rate, name) {
   return samples;
 }
 
-/** Record the microphone until the promise `stopped` is kept, or for the longest time; `started` is then called. */
+/** Record the microphone until the promise `stopped` resolves or the time is over; `started` is called once it records. */
 export async function record(rate, stopped, started) {
   const stream = await microphone();
   const context = new AudioContext();
@@ -38,12 +38,12 @@ export async function record(rate, stopped, started) {
     for (const track of stream.getTracks()) track.stop();
     await context.close();
   }
-  return decode(wave(pieces, context.sampleRate), rate, "The recording"); // resamples better than a node would
+  return decode(wave(pieces, context.sampleRate), rate, "The recording"); // resamples better than an audio node
 }
 
 async function microphone() {
   if (!navigator.mediaDevices) throw new Failure("A browser gives a page the microphone only if it comes by https or from this device.");
-  // What browsers do for telephony would change what the model hears.
+  // Processing for telephony would change the sound for the model.
   const plain = { channelCount: 1, echoCancellation: false, noiseSuppression: false, autoGainControl: false };
   try {
     return await navigator.mediaDevices.getUserMedia({ audio: plain });

@@ -1,4 +1,4 @@
-// The part of the page for models of speech: a microphone, a file, and what each model writes down.
+// The part of the page for models of speech: a microphone, a file, and the transcription of each model.
 
 import { Failure } from "./files.js";
 import { decode, LONGEST_RECORDING, record } from "./sound.js";
@@ -6,7 +6,7 @@ import { decode, LONGEST_RECORDING, record } from "./sound.js";
 const $ = (id) => document.getElementById(id);
 
 export class Speech {
-  /** `setState` says how far the page is; `fail` shows an error that nobody can do anything about. */
+  /** `setState` sets the state of the page; `fail` shows an error that the user cannot correct. */
   constructor({ setState, fail }) {
     Object.assign(this, { setState, fail, models: [] });
     $("record").addEventListener("click", () => (this.stop ? this.stop() : this.listen(() => this.recorded())));
@@ -29,7 +29,7 @@ export class Speech {
     this.offer(true);
   }
 
-  /** End a recording and forget the models: others will be shown. */
+  /** End a recording and forget the models, because other models will be shown. */
   leave() {
     this.models = [];
     this.stop?.();
@@ -40,7 +40,7 @@ export class Speech {
     $("speech-fault").textContent = fault;
   }
 
-  /** Let the person begin, or only stop a recording. */
+  /** Let the user begin, or only stop a recording. */
   offer(open) {
     $("record").textContent = this.stop ? "Stop" : "Record";
     $("record").disabled = !open && !this.stop;
@@ -62,10 +62,10 @@ export class Speech {
     return decode(await file.arrayBuffer(), this.models[0].engine.manifest.rate, file.name);
   }
 
-  /** Take a sound from `read`, and let each model write it down. */
+  /** Get a sound from `read`, and let each model transcribe it. */
   async listen(read) {
     const { models } = this;
-    const gone = () => models !== this.models; // others are on show
+    const gone = () => models !== this.models; // other models are shown
     this.setState("running");
     this.say("");
     this.offer(false);

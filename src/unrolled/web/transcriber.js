@@ -3,12 +3,12 @@
 import { Graph } from "./engine.js";
 import { Failure } from "./files.js";
 
-const LONGEST = 60; // seconds of a sound: time and memory of softmax and windows go with its square
+const LONGEST = 60; // maximum length of a sound in seconds: time and memory of softmax and windows are quadratic in them
 
 export class Transcriber extends Graph {
   static format = "unrolled-onnx-speech";
 
-  /** Write down what is said in samples from -1 to 1, at the rate of the manifest: ids, text and the time in ms. */
+  /** Transcribe samples from -1 to 1, at the rate of the manifest. Returns ids, text and the time in ms. */
   async transcribe(samples) {
     const { shortest, rate } = this.manifest;
     const seconds = samples.length / rate;
@@ -21,14 +21,14 @@ export class Transcriber extends Graph {
     return { ids, text: this.text(ids), ms };
   }
 
-  /** The text of ids; letters bring their blanks, phones and words do not. */
+  /** The text of ids; letters include blanks, phones and words do not. */
   text(ids) {
     const { units } = this.vocabulary;
     return ids.map((id) => units[id]).join(units.includes(" ") ? "" : " ");
   }
 }
 
-/** The ids of the likeliest path: `size` log-probabilities a frame, the blank last. Repeats merge, then blanks go. */
+/** The ids of the likeliest path: `size` log-probabilities per frame, the blank last. Repeats are merged, then blanks removed. */
 export function bestPath(logProbs, size) {
   const ids = [];
   let before;

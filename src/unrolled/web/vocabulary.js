@@ -12,10 +12,10 @@ export class Vocabulary {
     if (kind === "tokenizer") this.pairs = new BytePairs(tokenizer);
   }
 
-  /** Something to begin with. */
+  /** A prompt to begin with. */
   opening() {
     if (this.kind === "ids") return "0 1 2";
-    if (this.pairs) return OPENING.trimEnd(); // the blank belongs to the next word
+    if (this.pairs) return OPENING.trimEnd(); // a blank belongs to the next word
     const known = Array.from(OPENING).filter((character) => !this.characters || this.ids.has(character));
     return known.join("") || this.characters[0];
   }
@@ -36,7 +36,7 @@ export class Vocabulary {
     });
   }
 
-  /** A function from one id after another to text; bytes appear once a character is complete. */
+  /** Returns a function that decodes one id at a time; bytes appear once their character is complete. */
   reader() {
     if (this.kind === "ids") return (id) => ` ${id}`;
     if (this.characters) return (id) => this.characters[id];

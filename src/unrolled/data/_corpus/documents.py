@@ -1,11 +1,11 @@
-"""Documents of files of text, JSONL and Parquet, one after another, never a whole file in memory.
+"""The documents of text, JSONL and Parquet files, read without holding a whole file in memory.
 
-The format follows from the name: `.jsonl` and `.ndjson` have a JSON object in each line, `.parquet` has
-columns, everything else is text in UTF-8, whose byte-order mark is dropped and whose line ends become
-newlines. Text and JSONL are decompressed if `.gz` or `.zst` is added to the name.
+The name of a file determines its format: `.jsonl` and `.ndjson` have a JSON object in each line, `.parquet`
+has columns, and any other file is text in UTF-8, whose byte-order mark is dropped and whose line ends become
+newlines. Text and JSONL are decompressed if the name ends in `.gz` or `.zst`.
 
-Long documents come in pieces; see `unrolled.data._tokenizer.pieces`. Text is read piece by piece; a document
-of JSONL or Parquet is held as a whole.
+Long documents are cut into pieces; see `unrolled.data._tokenizer.pieces`. Text is read piece by piece; a
+document of JSONL or Parquet is held in memory as a whole.
 """
 
 import gzip
@@ -25,7 +25,7 @@ from unrolled.data._tokenizer import LONGEST_PIECE, end_of_piece, pieces
 from unrolled.extras import how_to_install
 
 LINES = (".jsonl", ".ndjson")
-LONGEST_LINE = 2**30  # bytes; a longer line is no document, but a file without line ends
+LONGEST_LINE = 2**30  # bytes; a file with a longer line has no line ends
 ROWS = 256  # of Parquet, read at once
 
 
@@ -33,10 +33,10 @@ class Piece(NamedTuple):
     """A piece of a document.
 
     Attributes:
-        text: not empty.
-        place: number of the file, of the document in it, and of the first character in that.
+        text: the text of the piece; it is not empty.
+        place: number of the file, of the document in the file, and of the first character in the document.
         begins: whether it is the first piece of its document.
-        ends: whether it is the last.
+        ends: whether it is the last piece of its document.
     """
 
     text: str
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
 
     @property
     def after(self) -> tuple[int, int, int]:
-        """The place of what follows it."""
+        """The place of the piece that follows."""
         file, document, character = self.place
         return (file, document + 1, 0) if self.ends else (file, document, character + len(self.text))
 
@@ -56,9 +56,9 @@ class Documents:
     """The documents of files.
 
     Attributes:
-        files: in order.
-        separator: between the documents of a text file; None if each text file is one document.
-        field: of JSONL and Parquet, the key or column with the text.
+        files: the files in order.
+        separator: text between the documents of a text file; None if each text file is one document.
+        field: key of JSONL objects, or column of Parquet files, that holds the text.
     """
 
     files: Sequence[Path]
@@ -76,8 +76,8 @@ class Documents:
 
         Args:
             first: number of the file to begin with.
-            most: of each file, the number of characters after which no more pieces of it are read.
-            on_bytes: called now and then with the number of bytes of the files read so far.
+            most: for each file, the number of characters after which no more pieces of it are read.
+            on_bytes: called from time to time with the number of bytes of the files read so far.
 
         Raises:
             ImportError: a library that the format needs is missing.
@@ -141,7 +141,7 @@ def whole_characters(text: str) -> str:
 
 @contextmanager
 def opened(file: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Open a file; yield its content, decompressed where the name says so, and the file itself.
+    """Open a file; yield its content, decompressed if its name ends in `.gz` or `.zst`, and the file itself.
 
     Raises:
         ImportError: the library that decompresses is missing.
@@ -254,7 +254,7 @@ def _of_rows(file: Path, field: str, on_bytes: Callable[[int], object]) -> Itera
 
 
 def zstd_module() -> Any:
-    """Return the module that reads .zst: Python's own from 3.14 on."""
+    """Return the module that reads .zst: that of the standard library from Python 3.14 on."""
     name = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
     try:
         return import_module(name)

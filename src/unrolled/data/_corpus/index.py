@@ -1,13 +1,13 @@
 """The folder of a tokenised corpus: shards of ids, and `index.json`, which describes them.
 
 tokenizer.json               the tokenizer
-index.json                   the rest of this module
-train-00000.npy, ...         ids, uint16 or uint32; the end of a document is an id of its own
+index.json                   see `Index`
+train-00000.npy, ...         ids, uint16 or uint32; a document ends with an id that has no other use
 train-00000-starts.npy, ...  uint32: where documents begin in the shard
 val-00000.npy, ...           the same for the documents held out for validation
 
-A shard may begin inside a document. A part is the shards of one number; those of a split that got no token
-are missing.
+A shard may begin inside a document. A part is the shards with one number; a split without tokens in this part
+has no shard.
 """
 
 import hashlib
@@ -25,13 +25,13 @@ FORMAT, VERSION = "unrolled-tokens", 1
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of ids and the file of where documents begin in it.
+    """A file of ids, and the file of the places where documents begin in it.
 
     Attributes:
         tokens: number of ids.
-        starts: number of documents that begin in it.
+        starts: number of documents that begin in the shard.
         sizes: bytes of both files.
-        sha256: of both files.
+        sha256: SHA-256 of both files.
     """
 
     tokens: int
@@ -42,14 +42,15 @@ class Shard:
 
 @dataclass(frozen=True)
 class Part:
-    """The shards of one number.
+    """The shards with one number.
 
     Attributes:
-        shards: by the name of the split.
-        documents: number of documents that begin in it; one that is cut between the splits counts once.
-        text_bytes: of UTF-8, that the tokens stand for.
-        reached: where the next part begins in the input: the number of the file, of the document in it, and
-            of the character in that.
+        shards: the shards, by the name of the split.
+        documents: number of documents that begin in the part; a document that is cut between the splits
+            counts once.
+        text_bytes: number of bytes of UTF-8 that the tokens stand for.
+        reached: where the next part begins in the input: the number of the file, of the document in the
+            file, and of the character in the document.
     """
 
     shards: dict[Split, Shard]
@@ -63,12 +64,12 @@ class Index:
     """The contents of `index.json`.
 
     Attributes:
-        settings: what the corpus was made of and how; the same settings give the same files.
+        settings: the input and the options of the corpus; the same settings give the same files.
         vocab_size: number of ids.
         end: the id at the end of every document.
-        dtype: of the ids, "uint16" or "uint32".
+        dtype: dtype of the ids, "uint16" or "uint32".
         complete: whether the whole input was read.
-        parts: in order.
+        parts: the parts in order.
     """
 
     settings: dict[str, Any]
@@ -101,7 +102,7 @@ class Index:
         """Read `index.json`.
 
         Raises:
-            ValueError: there is none, or it is damaged.
+            ValueError: there is no such file, or it is damaged.
         """
         path = folder / FILE_NAME
         if not path.is_file():
@@ -128,7 +129,7 @@ def is_corpus(folder: Path) -> bool:
 
 
 def shard_files(split: Split, number: int) -> tuple[str, str]:
-    """Return the names of the files of a shard: of its ids, and of where documents begin."""
+    """Return the names of the two files of a shard: its ids, and the places where documents begin."""
     return f"{split}-{number:05}.npy", f"{split}-{number:05}-starts.npy"
 
 

@@ -19,9 +19,9 @@ class Ids:
     """The ids of one split, as if its shards were one array.
 
     Args:
-        folder: of the corpus.
-        split: its name.
-        index: of the corpus.
+        folder: folder of the corpus.
+        split: name of the split.
+        index: index of the corpus.
 
     Raises:
         ValueError: a shard is missing, or has another size.
@@ -60,7 +60,7 @@ class Ids:
         return np.concatenate(found)
 
     def starts(self, start: int, stop: int) -> np.ndarray:
-        """Return where documents begin from `start` to `stop` - 1, counted from `start`, int64."""
+        """Return the places from `start` to `stop` - 1 where documents begin, counted from `start`, int64."""
         found = [np.empty(0, np.int64)]
         for number, first, last in self._within(start, stop):
             _, name = self._files[number]
@@ -71,7 +71,7 @@ class Ids:
         return np.concatenate(found)
 
     def _within(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Return the shards that hold these ids, each with the first and last place in it."""
+        """Return the shards that hold the ids from `start` to `stop` - 1, each with the range in it."""
         first = int(np.searchsorted(self._ends, start, side="right")) - 1
         last = int(np.searchsorted(self._ends, stop, side="left"))
         bounds = [(n, int(self._ends[n]), int(self._ends[n + 1])) for n in range(first, last)]
@@ -90,7 +90,7 @@ class Corpus:
 
     Raises:
         ImportError: the library `tokenizers` is not installed.
-        ValueError: it is another folder, the corpus is not finished, or a file is missing or damaged.
+        ValueError: the folder is not a corpus, the corpus is not finished, or a file is missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -113,7 +113,7 @@ def read_tokenizer(path: Path, index: Index) -> TextTokenizer:
 
     Raises:
         ImportError: the library `tokenizers` is not installed.
-        ValueError: it is missing, or another one than the corpus was made with.
+        ValueError: the file is missing, or is not the tokenizer that the corpus was made with.
     """
     if not path.is_file():
         raise ValueError(f"{path} is missing: repeat the command unrolled tokenize that made it")
@@ -123,7 +123,7 @@ def read_tokenizer(path: Path, index: Index) -> TextTokenizer:
 
 
 def check_size(path: Path, size: int) -> None:
-    """Raise ValueError unless a file is there and has this size."""
+    """Raise ValueError unless the file exists and has this size."""
     try:
         found = path.stat().st_size
     except OSError as error:
@@ -149,7 +149,7 @@ def _mapped(folder: Path, name: str, dtype: str, length: int) -> np.ndarray:
     """Map a file of ids.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: the file is damaged, or holds numbers of another dtype or length.
     """
     try:
         found: np.ndarray = np.load(folder / name, mmap_mode="r")
@@ -161,6 +161,6 @@ def _mapped(folder: Path, name: str, dtype: str, length: int) -> np.ndarray:
             f"{dtype} of [{length}]"
         )
     base: Any = found.base
-    if hasattr(mmap, "MADV_RANDOM"):  # read the pages asked for, not those that follow
+    if hasattr(mmap, "MADV_RANDOM"):  # read only the pages that are asked for, not those after them
         base.madvise(mmap.MADV_RANDOM)
     return found

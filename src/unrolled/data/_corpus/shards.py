@@ -14,13 +14,13 @@ from unrolled.files import system_errors
 
 
 class GrowingFile:
-    """A `.npy` file of one dimension, written piece by piece, that appears at its end.
+    """A one-dimensional `.npy` file that is written piece by piece, and gets its name once it is complete.
 
-    numpy leaves room in the header for a length of any number of digits.
+    numpy leaves room in the header, so that the final length fits in whatever number of digits it has.
 
     Args:
         path: the file; while it grows, `.tmp` is added to its name.
-        dtype: of its numbers.
+        dtype: dtype of the numbers.
     """
 
     def __init__(self, path: Path, dtype: str) -> None:
@@ -35,7 +35,7 @@ class GrowingFile:
         self.length += len(numbers)
 
     def finish(self) -> None:
-        """Put the file in its place."""
+        """Complete the file, and give it its name."""
         self._file.seek(0)
         assert self._write_header() == self._header
         self._file.flush()
@@ -44,7 +44,7 @@ class GrowingFile:
         self._temporary.replace(self._path)
 
     def discard(self) -> None:
-        """Remove the file, unless it is in its place."""
+        """Remove the file, unless it is complete."""
         self._file.close()
         self._temporary.unlink(missing_ok=True)
 
@@ -55,12 +55,12 @@ class GrowingFile:
 
 
 class PartWriter:
-    """The shards of one part, of both splits; used as a context, which removes what was not finished.
+    """The shards of one part, for both splits, as a context, which removes unfinished files at its end.
 
     Args:
-        folder: of the corpus.
-        number: of the part.
-        dtype: of the ids.
+        folder: folder of the corpus.
+        number: number of the part.
+        dtype: dtype of the ids.
     """
 
     def __init__(self, folder: Path, number: int, dtype: str) -> None:
@@ -84,11 +84,11 @@ class PartWriter:
 
     @property
     def longest(self) -> int:
-        """The number of ids of its largest shard."""
+        """The number of ids of the largest shard."""
         return max((of_ids.length for of_ids, _ in self._files.values()), default=0)
 
     def finish(self, reached: tuple[int, int, int]) -> Part:
-        """Put the files in their places and describe them."""
+        """Complete the files, and describe them."""
         shards: dict[Split, Shard] = {}
         with system_errors(self._folder):
             for split, (of_ids, of_starts) in self._files.items():
@@ -120,7 +120,7 @@ def is_intact(folder: Path, number: int, part: Part) -> bool:
 
 
 def remove_parts(folder: Path, first: int) -> None:
-    """Remove the files of the parts from `first` on, and what killed processes left."""
+    """Remove the files of the parts from `first` on, and files that killed processes left."""
     for split in get_args(Split):
         for path in folder.glob(f"{split}-*.npy*"):
             number = path.name.removeprefix(f"{split}-")[:5]

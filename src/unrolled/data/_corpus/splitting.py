@@ -13,13 +13,13 @@ class Splitting:
     """How a corpus is split.
 
     A document is held out if the hash of its first piece, as a number from 0 to 1, is below the fraction, so
-    that equal documents are on the same side. Where that leaves a split empty, as with few documents, the
-    last document is held out; of a single document, the end.
+    that equal documents are in the same split. If this leaves a split empty, as with few documents, the last
+    document is held out instead; of a single document, its end.
 
     Attributes:
-        fraction: of the documents to hold out.
-        last: the place of the last document, where that one is held out; None where hashes decide.
-        cut: of a single document, the number of characters before the part that is held out; else None.
+        fraction: fraction of the documents to hold out.
+        last: the place of the last document if that one is held out; None if hashes decide.
+        cut: for a single document, the number of characters before the part that is held out; else None.
     """
 
     fraction: float
@@ -28,7 +28,7 @@ class Splitting:
 
     @classmethod
     def of(cls, documents: Documents, fraction: float) -> "Splitting":
-        """Read documents until both splits have one; the whole input, if it never comes to that.
+        """Read documents until both splits have one, or to the end of the input.
 
         Raises:
             ValueError: there is no document, or as `Documents.pieces`.
@@ -46,9 +46,9 @@ class Splitting:
         return cls(fraction, last, int(characters * (1 - fraction)) if count == 1 else None)
 
     def split(self, pieces: Iterator[Piece]) -> Iterator[tuple[Split, Piece]]:
-        """Yield each piece with its split; one that reaches from one into the other is cut.
+        """Yield each piece with its split; a piece that reaches from one split into the other is cut.
 
-        Where the end of a document is held out, the part before it has no end.
+        If the end of a document is held out, the part before it does not end the document.
         """
         held_out: Split = "train"
         for piece in pieces:

@@ -1,9 +1,9 @@
-"""Tokenising documents into the shards of a corpus: in parallel, and resumed where it was killed.
+"""Tokenise documents into the shards of a corpus, in parallel; a process that is killed can be resumed.
 
 The pieces of the documents are read in order, encoded by several threads in batches, and written in order.
-The tokenizer leaves Python's lock while it works. A part ends with the first batch that makes a shard long
-enough, and enters the index, with the place that the input was read to, once its files are complete. So the
-files depend neither on the number of threads nor on where an earlier process was killed.
+The tokenizer releases Python's lock while it works. A part ends with the first batch that makes a shard long
+enough. Once its files are complete, the part is added to the index, together with the place that the input
+was read to. So the files depend neither on the number of threads nor on where an earlier process was killed.
 """
 
 from collections import deque
@@ -33,17 +33,17 @@ Work = Sequence[tuple[Split, Piece]]
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """What a corpus is made of, and how.
+    """The input and the options of a corpus.
 
     Attributes:
-        documents: what is read.
+        documents: the documents to read.
         tokenizer: "bpe" learns byte pairs, "bytes" takes single bytes; or the path of a `tokenizer.json`.
-        vocab_size: byte pairs to learn at most, the end of a document and the 256 bytes among them.
-        sample: number of characters to learn from, at most: the beginning of every file, in proportion to its
-            size, without the documents held out.
+        vocab_size: for "bpe", the largest number of ids, including the end of a document and the 256 bytes.
+        sample: for "bpe", the largest number of characters to learn from. They are taken from the beginning
+            of every file, in proportion to its size, without the documents held out.
         end: the token of a `tokenizer.json` that ends a document; by default the `eos_token` of the
             `tokenizer_config.json` beside it, or one of the usual names.
-        val_fraction: of the documents that is held out; see `Splitting`.
+        val_fraction: fraction of the documents that is held out; see `Splitting`.
         shard_tokens: number of ids after which a shard ends.
     """
 
@@ -57,7 +57,7 @@ class Tokenizing:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that the files of the corpus follow from, in JSON."""
+        """Everything that determines the files of the corpus, as JSON values."""
         given, learned = self.tokenizer not in ("bpe", "bytes"), self.tokenizer == "bpe"
         return {
             "files": [[str(file), file.stat().st_size] for file in self.documents.files],
@@ -82,13 +82,13 @@ class Tokenizing:
     ) -> Index:
         """Write the corpus into an existing folder, or finish what an earlier call began there.
 
-        Parts that are damaged are written again, with all after them.
+        A damaged part is written again, with all parts after it.
 
         Args:
-            folder: where.
+            folder: the folder to write to.
             jobs: number of threads that encode.
             start_over: replace a corpus of other settings.
-            on_bytes: called now and then with the number of bytes of the files read so far.
+            on_bytes: called from time to time with the number of bytes of the files read so far.
             on_tokens: called with the number of ids of each batch that is written.
 
         Raises:
@@ -115,10 +115,10 @@ class Tokenizing:
             return index
 
     def _begun(self, folder: Path, start_over: bool) -> Index | None:
-        """Return the index that an earlier call has written, if there is one to go on with.
+        """Return the index that an earlier call has written; None if there is none to continue.
 
         Raises:
-            ValueError: it is damaged or of other settings, and `start_over` is False.
+            ValueError: the index is damaged or has other settings, and `start_over` is False.
         """
         if not (folder / FILE_NAME).exists() or (start_over and not is_corpus(folder)):
             return None
@@ -208,7 +208,7 @@ def encoded(
 ) -> Generator[tuple[Work, list[np.ndarray]]]:
     """Encode batches in several threads; yield each with the ids of its pieces, in order.
 
-    A piece that ends a document gets the id of the end.
+    A piece that ends a document also gets the id `end`.
     """
 
     def encode(work: Work) -> list[np.ndarray]:

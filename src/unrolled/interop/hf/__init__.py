@@ -1,6 +1,6 @@
-"""Our models in Hugging Face transformers, and theirs in ours. Needs the extra `hf`.
+"""Models of this library in Hugging Face transformers, and the reverse. Needs the extra `hf`.
 
-Importing this package registers the classes below with transformers, so that its `AutoConfig`,
+Importing this package registers the classes below with transformers, so that `AutoConfig`,
 `AutoModelForCausalLM` and so on find them by the `model_type` "unrolled" of a config. No other import of this
 library has such a side effect.
 """

@@ -33,25 +33,25 @@ class EncoderModel(UnrolledPreTrainedModel):  # type: ignore[no-untyped-call]
         return_dict: bool | None = None,
         **others: Any,
     ) -> ModelOutput | tuple[object, ...]:
-        """Logits, and the loss if there are labels.
+        """Return the logits, and the loss if there are labels.
 
         Args:
             input_ids: [B, T] long.
             attention_mask: [B, T]; 0 at padding.
-            token_type_ids: [B, T] long, the `segments` of a model that has some; all 0 by default.
+            token_type_ids: [B, T] long, the `segments`, for a model that has segments; all 0 by default.
             global_attention_mask: [B, T], nonzero at global tokens; see `global_mask` of `Encoder.forward`.
             labels: see the class.
-            return_dict: False for a tuple.
-            others: `num_items_in_batch` where the class takes it: the number of labels other than -100 in all
-                batches of a step, by which the summed loss is divided; in evaluation without those at
-                padding. Arguments of other models of transformers must be None or False.
+            return_dict: False returns a tuple.
+            others: `num_items_in_batch`, if the class takes it: the number of labels other than -100 in all
+                batches of a step, by which the summed loss is divided; in evaluation, labels at padding are
+                subtracted from it. Arguments of other models of transformers must be None or False.
 
         Returns:
             `loss` if there are labels; `logits` [B, n_classes], or [B, T, vocab_size] for masked tokens.
 
         Raises:
-            UnsupportedError: the mask is one of query-key pairs, or one of `others` is given.
-            ValueError: a mask or token is out of range, or there are segments that the model does not have.
+            UnsupportedError: the mask is a mask of query-key pairs, or one of `others` is given.
+            ValueError: a mask or token is out of range, or segments are given to a model without segments.
         """
         n_items = others.pop("num_items_in_batch", None) if self.accepts_loss_kwargs else None
         refuse_others(others)

@@ -1,4 +1,4 @@
-"""The base of the classes for transformers: a model of ours inside, and how it is loaded and saved."""
+"""The base of the classes for transformers: it holds a model of this library, and loads and saves it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +32,7 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
     accepts_loss_kwargs = True
     _no_split_modules = ["AttentionBlock", "Block"]  # noqa: RUF012
 
-    _decodes: ClassVar[bool | None] = None  # whether the model is a decoder; None for the config's
+    _decodes: ClassVar[bool | None] = None  # whether the model is a decoder; None: as the config says
 
     config: UnrolledConfig
     model: Decoder | Encoder
@@ -41,8 +41,8 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         super().__init__(config)
         if self._decodes is not None:
             config.is_decoder = self._decodes
-        # transformers makes models on the meta device and fills in the tensors of the file. Ours draw random
-        # features from a CPU generator, and a head that the file lacks must have its initial weights.
+        # transformers makes models on the meta device and fills in the tensors of the file. But these models
+        # draw random features from a CPU generator, and a head that the file lacks needs its initial weights.
         with torch.device("cpu"):
             self.model = self._make(config)
         self.post_init()  # type: ignore[no-untyped-call]
@@ -55,7 +55,7 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """Read a model that `save_pretrained` wrote; see `PreTrainedModel.from_pretrained`.
 
-        The output layer may be missing, as when a model is fine-tuned to another task: it then has its
+        The output layer may be missing, as when a model is fine-tuned to another task; then it keeps its
         initial weights.
 
         Raises:
@@ -64,9 +64,9 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         local = Path(str(args[0])) / str(kwargs.get("subfolder", ""))
         documents = {}
         if (local / CONFIG_FILE).exists():
-            UnrolledConfig.from_pretrained(local)  # before the digest, since it names a missing field
+            UnrolledConfig.from_pretrained(local)  # before the digest, since its error names a missing field
             documents = digest.check(local)
-        kwargs["use_safetensors"] = True  # the other format can execute code
+        kwargs["use_safetensors"] = True  # the pickle format can execute code
         loaded: Any
         try:
             loaded = super().from_pretrained(*args, output_loading_info=True, **kwargs)
@@ -81,7 +81,7 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
                 f"{model.name_or_path} lacks {len(lost)} tensors of {cls.__name__}, the first is {lost[0]!r}"
             )
         for x in (*model.parameters(), *model.buffers()):
-            # Copies: tensors of a file have any alignment, on which the rounding of some products depends.
+            # Copies: tensors of a file may be unaligned, which changes the rounding of some products.
             x.data = x.data.clone()
         if absent:
             fresh = cls._make(model.config).state_dict(prefix="model.")
@@ -107,7 +107,7 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         return self.model.embedding
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The output matrix; None where it is the embedding table, or no linear layer."""
+        """The output layer; None if it is the embedding table, or not a linear layer."""
         project = getattr(self.model.head, "project", None)
         return project if isinstance(project, nn.Module) else None
 
@@ -128,17 +128,17 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         raise UnsupportedError(FIXED_VOCABULARY)
 
     def _returned(self, output: Output, return_dict: bool | None) -> Output | tuple[object, ...]:
-        """Return an output as a dictionary or a tuple; None for the config's choice."""
+        """Return an output as a dictionary or a tuple; for None, as the config says."""
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
 
     def _token_loss(
         self, logits: Tensor, labels: Tensor, ignored: Tensor | None, n_items: Count, *, first: int = 0
     ) -> Tensor:
-        """The loss of transformers for labels [B, T], without those at `ignored` and before `first`."""
+        """The loss of transformers for labels [B, T], without labels at `ignored` or before `first`."""
         if ignored is not None:
             given, labels = labels, labels.masked_fill(ignored, IGNORED)
-            if not self.training:  # in training all batches of a step need one divisor
+            if not self.training:  # in training, all batches of a step need the same divisor
                 n_items = n_targets(n_items, given[:, first:], labels[:, first:])
         loss: Tensor = self.loss_function(
             logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=n_items
@@ -146,7 +146,7 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         return loss
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Keep the weights: our models initialise their own."""
+        """Do nothing: the models initialise their own weights."""
 
 
 def refuse_others(others: Mapping[str, object]) -> None:
@@ -161,7 +161,7 @@ def refuse_others(others: Mapping[str, object]) -> None:
 
 
 def key_padding_mask(attention_mask: Tensor | None, input_ids: Tensor, seen: int = 0) -> Tensor | None:
-    """Convert a mask of transformers, 1 or True at valid tokens, into ours, True at padding.
+    """Convert a mask of transformers, 1 or True at valid tokens, into a padding mask, True at padding.
 
     Args:
         attention_mask: [B, T], or [B, seen + T] including the positions before `input_ids`; None for no
@@ -173,8 +173,8 @@ def key_padding_mask(attention_mask: Tensor | None, input_ids: Tensor, seen: int
         [B, T]; None if there is no padding.
 
     Raises:
-        UnsupportedError: the mask is one of query-key pairs.
-        ValueError: it or `input_ids` has another shape.
+        UnsupportedError: the mask is a mask of query-key pairs.
+        ValueError: the mask or `input_ids` has another shape.
     """
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids has shape {list(input_ids.shape)}, but must have [batch, length]")
@@ -215,14 +215,15 @@ def encode(
 
 
 def n_targets(counted: Count, given: Tensor, kept: Tensor) -> Count:
-    """The divisor of a summed loss, where `counted` has all labels but -100, as `Trainer` counts them.
+    """Return the divisor of a summed loss, without labels at padding, which `Trainer` counts.
 
-    Labels at padding are not in the sum, so their share is subtracted.
+    Labels at padding are not in the summed loss, so their share is subtracted.
 
     Args:
-        counted: labels of this batch on all devices; None for the mean over this one.
+        counted: number of labels other than -100 on all devices, as `Trainer` counts them; None for the mean
+            over this batch.
         given: labels of this batch.
-        kept: the same, with -100 for ignored labels.
+        kept: the same labels, with -100 at ignored labels.
     """
     if counted is None:
         return None

@@ -1,4 +1,4 @@
-"""A plan in the place of the model while transformers generates: its loop calls the model for every token."""
+"""A plan in place of the model while transformers generates, where the loop calls the model per token."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from unrolled.interop.hf.cache import StateCache
 from unrolled.models import Decoder, DecoderState
 from unrolled.ops.state import Parts
 
-PLANNED_STEPS = 8  # tokens that the model reads before a plan is made, which takes about as long
+PLANNED_STEPS = 8  # tokens that the model reads before a plan is made; making it takes about as long
 
 
 class Generation:
@@ -19,7 +19,7 @@ class Generation:
 
     Args:
         model: the decoder that generates.
-        weights: form of the weights; None for a plan in fp32 where the model can be planned.
+        weights: form of the weights of the plan; None for fp32, and only if a plan can run the model.
     """
 
     def __init__(self, model: Decoder, weights: Weights | None) -> None:
@@ -29,7 +29,7 @@ class Generation:
         self._possible = weights is not None or unasked()
 
     def reader(self, state: Parts, tokens: int) -> tuple[Decoder | Plan, Parts]:
-        """Return what reads the next tokens of each row, and the state in the form that it takes."""
+        """Return the model or plan that reads the next tokens, and the state in the form that it takes."""
         self._steps += tokens == 1
         if self._plan is None and self._possible and self._steps >= PLANNED_STEPS:
             try:
@@ -41,7 +41,7 @@ class Generation:
         return self._plan, self._plan.from_model(state) if isinstance(state, DecoderState) else state
 
     def finish(self, cache: object) -> None:
-        """Give a cache the state of the model, from which other calls continue."""
+        """Convert the state in a cache to a state of the model, so that other calls can continue it."""
         layer = cache.only if isinstance(cache, StateCache) else None
         if layer is not None and isinstance(layer.state, PlanState) and self._plan is not None:
             layer.state = self._plan.to_model(layer.state)
@@ -52,7 +52,7 @@ _current: ContextVar[Generation | None] = ContextVar("generation", default=None)
 
 @contextmanager
 def generation(model: Decoder, weights: Weights | None, cache: StateCache | None) -> Iterator[Generation]:
-    """Read by a plan in the block, in this thread; afterwards the cache holds a state of the model."""
+    """Let a plan read tokens inside the block, in this thread; at its end, convert the cache's state back."""
     made = Generation(model, weights)
     token = _current.set(made)
     try:
@@ -63,6 +63,6 @@ def generation(model: Decoder, weights: Weights | None, cache: StateCache | None
 
 
 def reader(model: Decoder, state: Parts, tokens: int) -> tuple[Decoder | Plan, Parts]:
-    """Return what reads the next tokens of each row: a plan in `generation` of this model, else the model."""
+    """Return the plan that reads the next tokens inside `generation` of this model, else the model."""
     made = _current.get()
     return (model, state) if made is None or made.model is not model else made.reader(state, tokens)

@@ -1,4 +1,4 @@
-"""Reading tokens with or without a cache, for the classes for transformers that hold a decoder."""
+"""Read tokens with or without a cache, for the classes for transformers that hold a decoder."""
 
 from functools import cached_property
 from typing import Any
@@ -28,7 +28,7 @@ class ReadsTokens:
             otherwise: the default of `use_cache` without a cache.
 
         Returns:
-            the output of the decoder, [B, T, ...]; the padding [B, T], or None; the cache, or None without
+            The output of the decoder, [B, T, ...]; the padding [B, T], or None; the cache, or None without
             `use_cache`.
         """
         cache = self._cache(past)
@@ -47,11 +47,11 @@ class ReadsTokens:
 
     def _read(self, tokens: Tensor, layer: StateLayer, padding: Tensor | None) -> Tensor:
         state = self.model.init_state(len(tokens)) if layer.state is None else layer.state
-        runner: Any  # either takes the state that it comes with
+        runner: Any  # the model or a plan, with a state in its own form
         out: Tensor
         runner, state = reader(self.model, state, tokens.shape[1])
         if tokens.shape[1] == 1 and padding is None:
-            # The state of a plan never leaves `generate`, so nobody else has it.
+            # The state of a plan never leaves `generate`, so it may be changed in place.
             of_plan = {"in_place": True} if isinstance(state, PlanState) else {}
             out, state = runner.step(tokens[:, 0], state, **of_plan)
             out = out.unsqueeze(1)
@@ -75,7 +75,7 @@ class ReadsTokens:
         return given
 
     def _check_state(self, state: object) -> None:
-        """Refuse a state of another model, as far as its sizes show; the batch is checked elsewhere."""
+        """Refuse a state whose sizes are those of another model; the batch is checked elsewhere."""
         found = leaves(state) if isinstance(state, DecoderState) else {}
         expected = self._state_sizes
         if found.keys() != expected.keys() or any(
@@ -89,7 +89,7 @@ class ReadsTokens:
 
     @cached_property
     def _state_sizes(self) -> dict[str, tuple[int, ...] | int]:
-        """Sizes of the tensors of a state by name, without the batch; the number of axes if it grows."""
+        """Sizes of the tensors of a state by name, without the batch; or the number of axes if it grows."""
         growing = [block.attention.supports.recurrence != "constant" for block in self.model.stack.layers]
         found = leaves(self.model.init_state(1))
         return {

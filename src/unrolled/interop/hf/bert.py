@@ -3,9 +3,9 @@
     x = norm(word + position + segment)
     x <- norm(x + attend(x)),  x <- norm(x + W2 f(W1 x))
 
-Devlin et al. 2019, arXiv 1810.04805. RoBERTa, Longformer, BigBird and Nystromformer differ in their
-attention, their first position, and the layer before the output. Each function makes an `Encoder` of a model
-of transformers; `import_weights` chooses among them.
+Devlin et al. 2019, arXiv 1810.04805. RoBERTa, Longformer, BigBird and Nystromformer differ in the attention,
+the first position, and the layer before the output. Each function converts a model of transformers to an
+`Encoder`; `import_weights` selects the function.
 """
 
 import re
@@ -39,7 +39,7 @@ OUTPUTS = {
 
 @dataclass
 class Head:
-    """The layers after the last block: a hidden one with an activation, its norm, and the output layer."""
+    """The layers after the last block: a hidden layer with an activation, its norm, and the output layer."""
 
     dense: Foreign | None = None
     activation: str | None = None
@@ -58,7 +58,7 @@ def from_roberta(model: Foreign, options: Mapping[str, object]) -> Encoder:
 
 
 def from_longformer(model: Foreign, options: Mapping[str, object]) -> Encoder:
-    """Longformer: RoBERTa with a window in each layer; for classification the first token is global."""
+    """Longformer: RoBERTa with a window in each layer; for classification, the first token is global."""
     classifies = _output(model) == "classification"
     options = {"global_tokens": 1 if classifies else 0, **options}
     windows = [layer.attention.self.one_sided_attn_window_size for layer in model.base_model.encoder.layer]
@@ -72,9 +72,9 @@ def from_longformer(model: Foreign, options: Mapping[str, object]) -> Encoder:
 
 
 def from_big_bird(model: Foreign, options: Mapping[str, object]) -> Encoder:
-    """BigBird: local, random and global blocks; softmax attention with attention_type "original_full"."""
+    """BigBird: local, random and global blocks, or softmax attention for attention_type "original_full"."""
     config, head = model.config, _bert_head(model, pooler=False)
-    if config.attention_type == "original_full":  # the model switches to it on a short input
+    if config.attention_type == "original_full":  # the model switches to it for short inputs
         return _encoder(model, "softmax", options, head)
     sizes = {"block_size": config.block_size, "random_blocks": config.num_random_blocks}
     seeds = {} if "seed" in options else {"seed": list(range(config.num_hidden_layers))}
@@ -82,9 +82,9 @@ def from_big_bird(model: Foreign, options: Mapping[str, object]) -> Encoder:
 
 
 def from_nystromformer(model: Foreign, options: Mapping[str, object]) -> Encoder:
-    """Nystromformer: landmarks and a convolution; exact attention where every token is a landmark."""
+    """Nystromformer: landmarks and a convolution; attention is exact if every token is a landmark."""
     config = model.config
-    everything = config.num_landmarks == config.segment_means_seq_len  # for any length
+    everything = config.num_landmarks == config.segment_means_seq_len  # at any length
     n_landmarks = config.max_position_embeddings if everything else config.num_landmarks
     sizes = {"n_landmarks": n_landmarks, "conv_width": config.conv_kernel_size}
     head = _bert_head(model, pooler=False)
@@ -95,7 +95,7 @@ def from_nystromformer(model: Foreign, options: Mapping[str, object]) -> Encoder
 
 
 def _output(model: Foreign) -> str:
-    """The output of a class of transformers, by its name."""
+    """Return the output that a class of transformers has, by its name."""
     name = type(model).__name__
     kind = re.search(r"(Model|For[A-Z]\w*)$", name)
     if kind is None or kind[0] not in OUTPUTS:
@@ -127,7 +127,7 @@ def _roberta_head(model: Foreign) -> Head:
 
 
 def _output_of_tokens(model: Foreign) -> nn.Linear | None:
-    """The output layer of a model with outputs for each token; None for others."""
+    """Return the output layer of a model with outputs for each token; None for other models."""
     if _output(model) != "tokens":
         return None
     if not isinstance(output := getattr(model, "qa_outputs", getattr(model, "classifier", None)), nn.Linear):
@@ -146,7 +146,7 @@ def _encoder(
     first: int = 0,
     layer_options: Mapping[str, list[int]] | None = None,
 ) -> Encoder:
-    """Make an encoder of a model's sizes and copy the common weights; its first position is `first`."""
+    """Make an encoder with a model's sizes, and copy the common weights; the first position is `first`."""
     config, base = model.config, model.base_model
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         raise UnsupportedError(f"{type(model).__name__} is a decoder; only encoders can be imported")

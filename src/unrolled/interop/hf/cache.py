@@ -1,7 +1,7 @@
-"""The cache that transformers passes from one call of a model to the next, holding a state of ours.
+"""The cache that transformers passes from one call of a model to the next, with a state of this library.
 
-A state is a value, so a cache only holds the latest one: each call replaces it by the next state, and copies
-of the previous one remain valid.
+A state is never changed in place, so a cache only holds the latest state: each call replaces it by the next
+state, and copies of the previous state remain valid.
 """
 
 from typing import Any, Self
@@ -21,12 +21,12 @@ KEYS_REFUSED = "this layer of the cache holds a state, not keys and values: use 
 class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # of its __init_subclass__
     """One entry of a cache: any state, or None before the first token.
 
-    Beam search and sampling select rows of the state as they do of a batch. A state cannot be rolled back to
-    an earlier token, so `crop` is refused, and with it assisted decoding.
+    Beam search and sampling select rows of the state like rows of a batch. A state cannot be rolled back to
+    an earlier token, so `crop` and therefore assisted decoding are refused.
 
     Args:
-        state: a value of tensors, batch first, such as `DecoderState` or the state of one attention module.
-        seen: number of positions that it has read, including padding, as transformers counts them.
+        state: a state of tensors, batch first, such as `DecoderState` or the state of one attention module.
+        seen: number of positions that the state has read, including padding, as transformers counts them.
     """
 
     is_sliding = False
@@ -44,7 +44,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # of its __
 
     @property
     def batch_size(self) -> int:
-        """Rows of the state; there is no such attribute before the first token."""
+        """Number of rows of the state; the attribute does not exist before the first token."""
         if self.state is None:
             raise AttributeError("batch_size: this layer has no state yet")
         return next(iter(states.leaves(self.state).values())).shape[0]
@@ -70,7 +70,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # of its __
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows of these indices, or where a mask [B] is True."""
+        """Keep the rows at these indices, or those where a mask [B] is True."""
         if self.state is not None:
             rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
             self.state = states.select(self.state, rows)
@@ -88,7 +88,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # of its __
         """Do nothing: a state of constant size stays where it is."""
 
     def prefetch(self) -> None:
-        """Do nothing, as `offload`."""
+        """Do nothing, like `offload`."""
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refuse to remove tokens.
@@ -122,11 +122,11 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # of its __
 
 
 class StateCache(Cache):
-    """A cache whose layers hold states, or keys and values where they are transformers' own.
+    """A cache whose layers hold states, or keys and values if they are layers of transformers.
 
     Args:
-        layers: for each layer of the model a `StateLayer`, or a layer of transformers such as `DynamicLayer`;
-            by default one `StateLayer`, for a model with one state for all layers.
+        layers: for each layer of the model, a `StateLayer` or a layer of transformers such as `DynamicLayer`.
+            The default is one `StateLayer`, for a model with one state for all layers.
     """
 
     def __init__(self, layers: list[Any] | None = None) -> None:

@@ -19,11 +19,11 @@ from unrolled.models import Decoder, DecoderState
 class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
     """A `Decoder` for transformers: `generate`, pipelines, `Trainer`, `save_pretrained`.
 
-    Its cache is a `StateCache` of one `StateLayer`, which holds the state of the whole decoder. If the state
-    of the attention has constant size, so has the cache. A cache may be continued by any number of tokens,
-    padded or not, with the results of one forward over all of them.
+    The cache is a `StateCache` of one `StateLayer`, which holds the state of the whole decoder. If the state
+    of the attention has constant size, so has the cache. A cache can be continued by any number of tokens,
+    padded or not, with the same results as one forward pass over all tokens.
 
-    `past_key_values` also takes a `DecoderState`, as from `Decoder.prefill`, which is not modified.
+    `past_key_values` also takes a `DecoderState`, as from `Decoder.prefill`; it is not modified.
 
     Tokens equal to the `pad_token_id` of the generation config are padding if that id is outside the
     vocabulary, even where `attention_mask` is 1, as in `generate` for rows that have ended.
@@ -50,24 +50,24 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
         num_items_in_batch: Tensor | int | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast | tuple[object, ...]:
-        """Logits of the token that follows each position.
+        """Return the logits of the token that follows each position.
 
         Args:
             input_ids: [B, T] long, the tokens after those that the cache has read.
             attention_mask: [B, T], or [B, S + T] with the S positions that the cache has read; 0 at padding.
-            past_key_values: the state after the tokens before; it is updated.
-            labels: [B, T] long, the same as `input_ids`: they are shifted here; -100 and padding are ignored.
+            past_key_values: the cache with the state after the earlier tokens; it is updated.
+            labels: [B, T] long, equal to `input_ids`: this method shifts them. -100 and padding are ignored.
             use_cache: whether to return a cache; by default as in the config, unless there are labels.
-            return_dict: False for a tuple.
+            return_dict: False returns a tuple.
             num_items_in_batch: number of labels other than -100 in all batches of a step, by which the summed
-                loss is divided; in evaluation without those at padding.
-            others: arguments of other models of transformers; each None or False.
+                loss is divided; in evaluation, labels at padding are subtracted from it.
+            others: arguments of other models of transformers; each must be None or False.
 
         Returns:
             `loss` if there are labels; `logits` [B, T, vocab_size]; `past_key_values`.
 
         Raises:
-            UnsupportedError: the mask is one of query-key pairs, or one of `others` is given.
+            UnsupportedError: the mask is a mask of query-key pairs, or one of `others` is given.
             ValueError: the cache is of another model or batch, or a mask or token is out of range.
         """
         refuse_others(others)
@@ -87,20 +87,20 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
     ) -> Any:
         """Continue `inputs` [B, T]; see `GenerationMixin.generate`.
 
-        On a CPU a plan (`unrolled.decode.plan`) reads all but the first few tokens, if it can run the model.
+        On a CPU, a plan (`unrolled.decode.plan`) reads all but the first few tokens, if it can run the model.
 
         Args:
-            inputs: token ids, with those that `past_key_values` has read.
-            args: as there.
+            inputs: token ids, including those that `past_key_values` has read.
+            args: as for `GenerationMixin.generate`.
             past_key_values: a `StateCache` to continue, which is updated, or a `DecoderState`, which is not
                 modified.
-            weights: form of the weights of the plan, from the first token on; fp32 by default.
-            kwargs: as there.
+            weights: form of the weights of the plan, which then reads all tokens; fp32 by default.
+            kwargs: as for `GenerationMixin.generate`.
 
         Raises:
             UnsupportedError: `weights` is given, but a plan cannot run the model.
-            ValueError: `past_key_values` has read all of the inputs, or other positions than `attention_mask`
-                shows.
+            ValueError: `past_key_values` has read all of the inputs, or positions that do not match
+                `attention_mask`.
         """
         ids, mask = kwargs.get("input_ids") if inputs is None else inputs, kwargs.get("attention_mask")
         cache = self._cache(past_key_values)
@@ -122,21 +122,21 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
     def prepare_inputs_for_generation(
         self, *args: Any, tokenizer: object = None, **kwargs: Any
     ) -> dict[str, object]:
-        """Make the arguments of a call of `forward` in `generate`, without its `tokenizer`.
+        """Make the arguments of a call of `forward` in `generate`, without `tokenizer`.
 
-        It is for the stopping criterion of `stop_strings`; transformers passes it on with the rest.
+        The tokenizer is only for the stopping criterion of `stop_strings`, but transformers passes it on too.
         """
         taken: dict[str, object] = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         return taken
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # none of the caches of transformers
+        return False  # the model takes no cache of transformers
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, object], *args: Any, **kwargs: Any
     ) -> bool:
-        """Give `generate` a cache from the start, which it needs to prefill in chunks."""
+        """Give `generate` a cache from the start, since prefilling in chunks needs one."""
         done: bool = super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, *args, **kwargs
         )
@@ -155,13 +155,16 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
         return also if padding is None else also | padding
 
     def _loss(self, logits: Tensor, labels: Tensor, padding: Tensor | None, n_items: Count) -> Tensor:
-        # Nothing is predicted at padding, neither the next padding nor the first token after it.
+        # Labels at padding, and of the first token after padding, are not predicted.
         ignored = None if padding is None else padding | torch.cat([padding[:, :1], padding[:, :-1]], dim=1)
         return self._token_loss(logits, labels, ignored, n_items, first=1)
 
 
 def _positions_read(state: DecoderState, attention_mask: Tensor) -> int:
-    """Number of positions of `attention_mask` [B, T] read by a state, which counts valid tokens only."""
+    """Return the number of positions of `attention_mask` [B, T] that a state has read.
+
+    The state itself counts valid tokens only.
+    """
     if len(state.position) != len(attention_mask):  # an error that is raised later
         return int(state.position.max())
     counts = nn.functional.pad((attention_mask != 0).cumsum(dim=1), (1, 0))

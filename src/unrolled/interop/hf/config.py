@@ -1,4 +1,4 @@
-"""The config of our models among those of transformers: the same fields under the same names."""
+"""The config of this library's models for transformers: the same fields under the same names."""
 
 from copy import deepcopy
 from dataclasses import MISSING, Field, fields
@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from unrolled.models import DecoderConfig, EncoderConfig
 from unrolled.models.config import TransformerConfig
 
-# Fixed by the class of the model: its output, and that its inputs are token ids.
+# Fields that follow from the class of the model: its output, and that its inputs are token ids.
 BY_CLASS = ("output", "input_dim")
 THEIRS = {f.name for f in fields(PreTrainedConfig)} | {
     "attn_implementation",
@@ -27,20 +27,20 @@ THEIRS = {f.name for f in fields(PreTrainedConfig)} | {
 
 
 class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of its __init_subclass__
-    """The config of a model of ours, for transformers.
+    """The config of a model of this library, for transformers.
 
-    Takes every field of `DecoderConfig` and `EncoderConfig` by its own name, except `output` and `input_dim`,
-    which follow from the class of the model. The names that transformers has for some of them work too:
-    `hidden_size`, `num_hidden_layers`, `num_attention_heads`, `num_key_value_heads`, `intermediate_size`,
-    `max_position_embeddings`, `tie_word_embeddings` and, for `n_classes`, `num_labels`.
+    It takes every field of `DecoderConfig` and `EncoderConfig` by its own name, except `output` and
+    `input_dim`, which follow from the class of the model. The names that transformers has for some fields
+    work too: `hidden_size`, `num_hidden_layers`, `num_attention_heads`, `num_key_value_heads`,
+    `intermediate_size`, `max_position_embeddings`, `tie_word_embeddings` and, for `n_classes`, `num_labels`.
 
         config = UnrolledConfig(vocab_size=65, d_model=128, attention="linear")
 
     Args:
-        use_cache: the default of `use_cache` in a forward without labels.
+        use_cache: the default of `use_cache` in a forward pass without labels.
         is_decoder: whether an `UnrolledModel` of this config is a decoder or an encoder; the other classes
             set it.
-        fields: those fields, and those that transformers adds to any config, such as `id2label`.
+        given: these fields, and those that transformers adds to any config, such as `id2label`.
 
     Raises:
         ValueError: a field is unknown, given by two names, or out of range.
@@ -56,10 +56,10 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
         "intermediate_size": "d_ff",
         "tie_word_embeddings": "tie_embeddings",
         "n_classes": "num_labels",
-        # Stored under the name of transformers, to which a config's `max_length` is how much to generate.
+        # Stored under the name that transformers has: there, `max_length` is the length to generate.
         "max_length": "max_position_embeddings",
     }
-    max_length: int = TransformerConfig.max_length  # declared, or transformers would refuse it
+    max_length: int = TransformerConfig.max_length  # declared, since transformers would refuse it otherwise
     __eq__ = PreTrainedConfig.__eq__
 
     def __init__(self, *, use_cache: bool = True, is_decoder: bool = True, **given: Any) -> None:
@@ -98,7 +98,7 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "UnrolledConfig":
-        """Make a config from what `save_pretrained` wrote, which has every field.
+        """Make a config from a dict that `save_pretrained` wrote, which has every field.
 
         Raises:
             ValueError: as the constructor, or a field is missing.
@@ -110,7 +110,7 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
         return super().from_dict(config_dict, **kwargs)
 
     def decoder_config(self) -> DecoderConfig:
-        """The config of the `Decoder` of this size.
+        """Return the config of the `Decoder` with these fields.
 
         Raises:
             ValueError: a field is out of range.
@@ -118,7 +118,10 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
         return DecoderConfig(**self._of(DecoderConfig))
 
     def encoder_config(self, output: str) -> EncoderConfig:
-        """The config of the `Encoder` of this size with an `output`: "classification", "masked" or "hidden".
+        """Return the config of the `Encoder` with these fields and `output`.
+
+        Args:
+            output: "classification", "masked" or "hidden".
 
         Raises:
             ValueError: a field is out of range.
@@ -135,7 +138,7 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
 
 
 def _fields_of_both() -> dict[str, Field[object]]:
-    """The fields of the configs of decoders and encoders, by name; of these `n_classes` is `num_labels`."""
+    """The fields of both configs by name, without `n_classes`, which transformers stores as `num_labels`."""
     found = {f.name: f for f in (*fields(EncoderConfig), *fields(DecoderConfig))}
     return {name: f for name, f in found.items() if name not in (*BY_CLASS, "n_classes")}
 

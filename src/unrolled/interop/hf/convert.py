@@ -1,4 +1,4 @@
-"""Conversion between our models and our classes for transformers, and loading of the latter."""
+"""Convert models to this library's classes for transformers and back, and load models of these classes."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -31,14 +31,15 @@ ENCODERS = {
 
 
 def to_transformers(model: SavedModel) -> UnrolledPreTrainedModel:
-    """Make a model of transformers with a copy of the weights of a `Decoder` or `Encoder`.
+    """Make a model for transformers with a copy of the weights of a `Decoder` or `Encoder`.
 
     Returns:
-        `UnrolledForCausalLM` for a decoder; for an encoder `UnrolledForSequenceClassification`,
+        An `UnrolledForCausalLM` for a decoder; for an encoder, an `UnrolledForSequenceClassification`,
         `UnrolledForMaskedLM` or `UnrolledModel`, depending on its output.
 
     Raises:
-        UnsupportedError: it is another model, or an encoder of continuous inputs or with output "tokens".
+        UnsupportedError: `model` is another model, or an encoder of continuous inputs or with output
+            "tokens".
     """
     if not isinstance(model, Decoder | Encoder):
         raise UnsupportedError(
@@ -63,10 +64,10 @@ def to_transformers(model: SavedModel) -> UnrolledPreTrainedModel:
 
 
 def from_transformers(model: PreTrainedModel) -> Decoder | Encoder:
-    """Make a `Decoder` or `Encoder` with a copy of the weights of one of our classes for transformers.
+    """Make a `Decoder` or `Encoder` with a copy of the weights of one of the classes here for transformers.
 
     Raises:
-        UnsupportedError: it is a model of another class, or a decoder without its output layer.
+        UnsupportedError: `model` is of another class, or a decoder without its output layer.
     """
     if not isinstance(model, UnrolledPreTrainedModel):
         raise UnsupportedError(
@@ -80,12 +81,12 @@ def from_transformers(model: PreTrainedModel) -> Decoder | Encoder:
 
 
 def is_saved_by_transformers(path: str | Path) -> bool:
-    """Whether the folder `path` holds a model of transformers, ours or not."""
+    """Whether the folder `path` holds a model of transformers, of this library or not."""
     return "model_type" in read_object(Path(path) / CONFIG_FILE)
 
 
 def load(path: str | Path) -> UnrolledPreTrainedModel:
-    """Read a model of any of our classes for transformers from the folder that its `save_pretrained` wrote.
+    """Read a model of any of the classes here for transformers from a folder that `save_pretrained` wrote.
 
     Raises:
         ValueError: the folder holds no such model, or it is damaged.
@@ -101,20 +102,20 @@ def load(path: str | Path) -> UnrolledPreTrainedModel:
         raise ValueError(f"{path} holds a model of class {name!r}, but must hold one of {sorted(by_name)}")
     try:
         model: UnrolledPreTrainedModel = by_name[name].from_pretrained(path)
-    except (ValueError, UnsupportedError, OSError, TypeError) as error:  # ours and those of transformers
+    except (ValueError, UnsupportedError, OSError, TypeError) as error:  # also those of transformers
         raise ValueError(f"{path} cannot be loaded: {' '.join(str(error).split())}") from error
     return model
 
 
 def character_tokenizer(characters: Sequence[str] | None) -> PreTrainedTokenizerFast:
-    """Make a tokenizer with the ids of a text data set, and one more for padding and the end.
+    """Make a tokenizer with the ids of a text data set, and one more id for padding and the end.
 
     Args:
         characters: the characters in the order of their ids; None for the bytes of UTF-8.
 
     Returns:
-        a tokenizer that pads on the left, as generation needs. The symbol of padding and the end is
-        "<|end|>"; it is outside the model's vocabulary, and `UnrolledForCausalLM` treats it as padding. There
+        A tokenizer that pads on the left, as generation needs. The symbol for padding and the end is
+        "<|end|>". It is outside the model's vocabulary, and `UnrolledForCausalLM` treats it as padding. There
         is no symbol for unknown characters: a character outside the vocabulary is an error.
     """
     if characters is None:
@@ -141,13 +142,13 @@ def character_tokenizer(characters: Sequence[str] | None) -> PreTrainedTokenizer
 
 
 def text_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
-    """Make a tokenizer of transformers of the tokenizer that a model was trained with.
+    """Convert the tokenizer that a model was trained with to a tokenizer of transformers.
 
-    It pads on the left with the symbol that ends a document, or with "<|end|>" if there is none, which is
-    outside the model's vocabulary.
+    It pads on the left with the symbol that ends a document. If there is none, it pads with "<|end|>", which
+    is outside the model's vocabulary.
 
     Args:
-        vocabulary: of the kind "tokenizer".
+        vocabulary: a vocabulary of the kind "tokenizer".
     """
     tokenizer = vocabulary.text_tokenizer
     end = END if tokenizer.end is None else tokenizer.name(tokenizer.end)

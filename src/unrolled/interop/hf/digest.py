@@ -1,4 +1,4 @@
-"""A SHA-256 in folders of transformers: of the weights, the config, and the documents of a model."""
+"""A SHA-256 of the weights, the config and the documents of a model, in folders of transformers."""
 
 import json
 from collections.abc import Mapping
@@ -7,17 +7,17 @@ from pathlib import Path
 from unrolled.files import add_digest, check_digest, write_file
 from unrolled.models.saving import CONFIG_FILE, read_json
 
-# Fields of a config that do not affect what a model computes, and may be edited after saving.
+# Fields of a config that do not affect the outputs of a model, and may be edited after saving.
 FREE = ("_name_or_path", "auto_map", "id2label", "label2id", "transformers_version")
 
 
 def seal(folder: str | Path, documents: Mapping[str, object] | None = None) -> None:
-    """Write documents into a folder of `save_pretrained`, and a digest of the whole into its weights files.
+    """Write documents into a folder of `save_pretrained`, and a digest of everything into its weights files.
 
     A folder without a weights file is left as it is, as in processes of a parallel run that do not write.
 
     Args:
-        folder: where `save_pretrained` wrote.
+        folder: the folder that `save_pretrained` has written.
         documents: JSON values by the names of their files, such as a vocabulary.
     """
     folder, documents = Path(folder), documents or {}
@@ -31,10 +31,10 @@ def seal(folder: str | Path, documents: Mapping[str, object] | None = None) -> N
 
 
 def check(folder: str | Path) -> dict[str, object]:
-    """Compare the files of a local folder with the digest that `seal` wrote, if it did.
+    """Compare the files of a local folder with the digest that `seal` wrote, if there is one.
 
     Returns:
-        the documents that `seal` was given.
+        The documents that `seal` was given.
 
     Raises:
         ValueError: a file was changed after it was saved, or cannot be read.

@@ -1,6 +1,6 @@
-"""The attention modules of transformers that can be replaced, and how each class is taken apart.
+"""The attention modules of transformers that can be replaced, and functions that return their parts.
 
-Classes are identified by name, so that transformers' code for models not in use is never imported.
+Classes are identified by name, so that transformers' code for models that are not in use is never imported.
 """
 
 from collections.abc import Callable
@@ -43,19 +43,20 @@ class AttentionParts:
     """The parts of a module of softmax attention.
 
     Attributes:
-        qkv: weights of the projections to queries, keys and values, `[H D, d_model]`, `[G D, d_model]` twice.
-        qkv_bias: their biases, or None.
-        out: weight of the projection back, `[d_model, H D]`.
-        out_bias: its bias, or None.
-        n_heads: query heads H.
-        n_kv_heads: key and value heads G.
+        qkv: weights of the projections to queries `[H D, d_model]`, keys `[G D, d_model]` and values
+            `[G D, d_model]`.
+        qkv_bias: biases of these projections, or None.
+        out: weight of the output projection, `[d_model, H D]`.
+        out_bias: bias of the output projection, or None.
+        n_heads: number H of query heads.
+        n_kv_heads: number G of key and value heads.
         head_dim: width D of a head.
-        causal: whether a token attends to itself and those before it only.
+        causal: whether a token attends only to itself and the tokens before it.
         scaling: factor of the scores.
         rotary: whether queries and keys are rotated by the angles that the model passes to each layer.
-        q_norm: applied to queries `[B,T,H,D]` before they are rotated, or None.
-        k_norm: the same for keys.
-        after: called with the output and the input, or None.
+        q_norm: norm of the queries `[B,T,H,D]` before the rotation, or None.
+        k_norm: norm of the keys before the rotation, or None.
+        after: module that is called with the output of the attention and its input, or None.
     """
 
     qkv: tuple[Tensor, Tensor, Tensor]
@@ -74,10 +75,10 @@ class AttentionParts:
 
 
 def parts_of(module: nn.Module) -> AttentionParts:
-    """Take an attention module apart; the tensors are its own, not copies.
+    """Return the parts of an attention module; the tensors are not copied.
 
     Raises:
-        UnsupportedError: it has cross-attention or a sliding window.
+        UnsupportedError: the module has cross-attention or a sliding window.
     """
     return FAMILIES[type(module).__name__](module)
 
@@ -88,7 +89,7 @@ def is_softmax_attention(module: nn.Module) -> bool:
 
 
 class _Projections(TypedDict):
-    """The projections among the fields of `AttentionParts`."""
+    """The fields of `AttentionParts` that are projections."""
 
     qkv: tuple[Tensor, Tensor, Tensor]
     qkv_bias: tuple[Tensor, Tensor, Tensor] | None
@@ -158,7 +159,7 @@ def _refuse_cross(module: Foreign) -> None:
 def _equal_heads(
     module: Foreign, projections: _Projections, after: nn.Module | None = None
 ) -> AttentionParts:
-    """Parts of attention with as many key and value heads as query heads."""
+    """Return the parts of attention with equal numbers of query, key and value heads."""
     n_heads = module.num_heads if hasattr(module, "num_heads") else module.num_attention_heads
     return AttentionParts(
         **projections,
@@ -180,11 +181,11 @@ FAMILIES: dict[str, Callable[[Foreign], AttentionParts]] = {
     "BertAttention": _bert,
     "ViTAttention": _vit,
 }
-"""Classes of attention modules in transformers, and the functions that take them apart."""
+"""Classes of attention modules in transformers, and the functions that return their parts."""
 
 
 def copy_projections(parts: AttentionParts, qkv_proj: nn.Linear, out_proj: nn.Linear) -> None:
-    """Copy the weights into two projections of ours, bit for bit; a missing bias is removed."""
+    """Copy the weights into `qkv_proj` and `out_proj`, bit for bit; a missing bias is removed there too."""
     qkv_bias = None if parts.qkv_bias is None else torch.cat(parts.qkv_bias)
     for projection, weight, bias in (
         (qkv_proj, torch.cat(parts.qkv), qkv_bias),
@@ -198,6 +199,6 @@ def copy_projections(parts: AttentionParts, qkv_proj: nn.Linear, out_proj: nn.Li
 
 
 def class_name(architectures: object) -> str:
-    """The first class name in a config's `architectures`; "" where there is none."""
+    """Return the first class name in a config's `architectures`; "" if there is none."""
     first = architectures[0] if isinstance(architectures, list) and architectures else None
     return first if isinstance(first, str) else ""

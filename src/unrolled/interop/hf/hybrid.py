@@ -20,7 +20,7 @@ Options = dict[str, object]
 
 
 def from_qwen(model: Foreign, options: Mapping[str, object]) -> Decoder:
-    """Make a `Decoder` of a Qwen3-Next or Qwen3.5 language model of transformers; see `import_weights`."""
+    """Convert a Qwen3-Next or Qwen3.5 language model of transformers to a `Decoder`; see `import_weights`."""
     _check(model, ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"), options)
     config = model.config
     for number, layer in enumerate(model.model.layers):
@@ -47,7 +47,7 @@ def from_qwen(model: Foreign, options: Mapping[str, object]) -> Decoder:
 
 
 def from_olmo_hybrid(model: Foreign, options: Mapping[str, object]) -> Decoder:
-    """Make a `Decoder` of an OLMo-hybrid language model of transformers; see `import_weights`."""
+    """Convert an OLMo-hybrid language model of transformers to a `Decoder`; see `import_weights`."""
     _check(model, ("OlmoHybridForCausalLM",), options)
     softmax = _rotation(model.config, 1.0) | {"head_dim": _head_dim(model.config), "qk_norm": "all"}
     rates: Options = {"max_beta": 2.0 if model.config.linear_allow_neg_eigval else 1.0}
@@ -80,7 +80,7 @@ def _check(model: Foreign, names: tuple[str, ...], options: Mapping[str, object]
 
 
 def _rotation(config: Foreign, share: float) -> Options:
-    """The options of rotary positions that rotate a share of each head."""
+    """Return the options of rotary positions that rotate a share of each head."""
     rope = config.rope_parameters
     if rope is None or rope.get("rope_theta") is None:
         return {"rotary": False}
@@ -95,7 +95,7 @@ def _head_dim(config: Foreign) -> int:
 
 
 def _decoder(model: Foreign, softmax: Options, delta_net: Options, of_softmax: Norm) -> Decoder:
-    """Make the decoder of a model's sizes, with its embedding, feed-forward layers and output matrix."""
+    """Make a decoder with a model's sizes, embedding, feed-forward layers and output matrix."""
     config, table = model.config, model.model.embed_tokens.weight
     attention = [MECHANISMS[kind] for kind in config.layer_types]
     options = {
@@ -149,7 +149,7 @@ def _copy_norm(ours: nn.Module, weight: Tensor) -> None:
 
 @torch.no_grad()
 def copy_delta_net(ours: DeltaNet, theirs: Foreign, norm: Foreign) -> None:
-    """Copy a layer with the gated delta rule, whose heads share the weights of `norm`."""
+    """Copy a layer with the gated delta rule; its heads share the weights of `norm`."""
     q_k_v, gate, rate, decay = _projections(theirs)
     assert ours.short_conv is not None  # by the config above
     fill(ours.qkv_proj.weight, q_k_v)
@@ -164,14 +164,14 @@ def copy_delta_net(ours: DeltaNet, theirs: Foreign, norm: Foreign) -> None:
 
 
 def _projections(theirs: Foreign) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys and values; gates of the output; rates; decays."""
+    """Return the projections to queries, keys and values, to output gates, to rates and to decays."""
     if hasattr(theirs, "in_proj_qkv"):  # Qwen3.5
         qkv, gate, rate, decay = theirs.in_proj_qkv, theirs.in_proj_z, theirs.in_proj_b, theirs.in_proj_a
         return qkv.weight, gate.weight, rate.weight, decay.weight
     if hasattr(theirs, "q_proj"):  # OLMo-hybrid
         q_k_v = torch.cat([theirs.q_proj.weight, theirs.k_proj.weight, theirs.v_proj.weight])
         return q_k_v, theirs.g_proj.weight, theirs.b_proj.weight, theirs.a_proj.weight
-    # Qwen3-Next: by groups of heads with one key, its query, key, values and gates; its rates and decays.
+    # Qwen3-Next: for each group of heads with one key: query, key, values and gates; rates and decays.
     groups = theirs.num_k_heads
     values = theirs.num_v_heads // groups * theirs.head_v_dim
     sizes = [theirs.head_k_dim, theirs.head_k_dim, values, values]
@@ -198,7 +198,7 @@ def _names(linear: Foreign) -> list[str]:
 
 @torch.no_grad()
 def copy_gated_attention(ours: SoftmaxAttention, theirs: Foreign) -> None:
-    """Copy softmax attention whose matrix of queries holds the gates too: by head, queries, then gates."""
+    """Copy softmax attention whose query matrix also holds the gates: for each head, queries, then gates."""
     assert ours.gate_proj is not None  # by the config above
     for name in _names(theirs.q_proj):
         both = getattr(theirs.q_proj, name).unflatten(0, (ours.n_heads, 2, -1))
@@ -212,7 +212,7 @@ def copy_gated_attention(ours: SoftmaxAttention, theirs: Foreign) -> None:
 
 
 def _paired(ours: SoftmaxAttention, rows: Tensor) -> Tensor:
-    """Reorder the rows of each head: of R rotated ones they pair i with i + R/2, and we 2i with 2i + 1."""
+    """Reorder the R rotated rows of each head, whose pairs are (i, i + R/2) there and (2i, 2i + 1) here."""
     if not ours.rotary:
         return rows
     rotated = ours.rotary_dim or ours.head_dim

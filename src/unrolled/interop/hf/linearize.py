@@ -1,6 +1,6 @@
-"""Replacing the attention of a pretrained transformer by another mechanism, with its projections.
+"""Replace the attention of a pretrained transformer by another mechanism that keeps the projections.
 
-It supports the models of transformers whose attention is in `families`: Llama (also Mistral, Qwen2 and
+This works for the models of transformers whose attention is in `families`: Llama (also Mistral, Qwen2 and
 Qwen3), GPT-2, BERT and ViT classes.
 """
 
@@ -28,7 +28,7 @@ from unrolled.interop.hf.linearized_attention import LinearizedAttention
 Model = TypeVar("Model", bound=PreTrainedModel)
 RECORD = "unrolled_attention"
 MODEL_TYPE, ORIGINAL_TYPE = "unrolled-linearized", "linearized_model_type"
-PADDING_ONLY = "unrolled"  # our implementation of attention, by its name in transformers
+PADDING_ONLY = "unrolled"  # name under which this implementation of attention is registered in transformers
 
 
 def linearize(
@@ -38,23 +38,23 @@ def linearize(
 
     The projections keep their weights, bit for bit, under other names, and the model keeps its positions.
     Other parameters of a mechanism, such as a learned feature map, are new and need training: see `transfer`.
-    With "softmax" the outputs do not change. There is no dropout on attention weights.
+    With "softmax", the outputs do not change. There is no dropout on attention weights.
 
     A causal model with a recurrent mechanism then generates from states, in a `StateCache`: a replaced layer
-    has a `StateLayer`, any other the growing cache of transformers. `save_pretrained` records the replacement
-    in the config; load it by `load_linearized`. The `model_type` in the file is unknown to transformers, so
-    that its Auto classes refuse the folder rather than make a softmax model.
+    has a `StateLayer`, any other layer the growing cache of transformers. `save_pretrained` records the
+    replacement in the config; load such a model with `load_linearized`. The `model_type` in the file is
+    unknown to transformers, so its Auto classes refuse the folder instead of making a softmax model.
 
     Args:
         model: a model with softmax attention in the layers to be replaced.
-        attention: a name in `unrolled.attention.names()`.
-        layers: which layers, counted from 0; all of them by default.
-        options: of the mechanism, such as `feature_map="hedgehog"`; they must be JSON-serialisable, since
-            they are saved in the config.
+        attention: name of the mechanism, one of `unrolled.attention.names()`.
+        layers: numbers of the layers to replace, counted from 0; by default all layers.
+        options: options of the mechanism, such as `feature_map="hedgehog"`. They must be JSON-serialisable,
+            since they are saved in the config.
 
     Raises:
-        ValueError: an unknown mechanism, option or layer.
-        UnsupportedError: a model of another kind, or a mechanism that cannot replace softmax in it.
+        ValueError: the mechanism, an option or a layer does not exist.
+        UnsupportedError: the model is of another kind, or the mechanism cannot replace softmax in it.
     """
     found = _attention_modules(model)
     chosen = _chosen(found, layers)
@@ -75,7 +75,7 @@ def linearize(
     record = dict(getattr(model.config, RECORD, None) or {})
     record |= {str(i): {"attention": attention, "options": options} for i in chosen}
     setattr(model.config, RECORD, dict(sorted(record.items(), key=lambda item: int(item[0]))))
-    # Disable renaming of parameters of older checkpoints, whose modules no longer exist.
+    # Do not rename parameters of older checkpoints: the modules of their new names no longer exist.
     vars(model)["_weight_conversions"] = []
     _prepare_masks(model)
     _prepare_cache(model)
@@ -98,7 +98,7 @@ def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def state_cache(model: PreTrainedModel) -> StateCache:
-    """Make an empty cache for a linearized model: states for replaced layers, else keys and values."""
+    """Make an empty cache for a linearized model: states for replaced layers, keys and values for others."""
     layers = list(DynamicCache(config=model.config).layers)
     for module in linearized_layers(model).values():
         layers[module.layer] = StateLayer()
@@ -106,10 +106,10 @@ def state_cache(model: PreTrainedModel) -> StateCache:
 
 
 def load_linearized(path: str | Path) -> PreTrainedModel:
-    """Load a linearized model that `save_pretrained` wrote, of its original class, in eval mode.
+    """Load a linearized model that `save_pretrained` wrote, in its original class and in eval mode.
 
     Args:
-        path: its folder, or its name on the hub.
+        path: the folder of the model, or its name on the hub.
 
     Raises:
         ValueError: there is no such model, it was not linearized, or a file is missing or damaged.
@@ -143,7 +143,7 @@ def load_linearized(path: str | Path) -> PreTrainedModel:
 
 
 def _attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The attention modules of all layers with their names, replaced or not."""
+    """Return the attention modules of all layers with their names, replaced or not."""
     found = [
         (name, module)
         for name, module in model.named_modules()
@@ -168,7 +168,7 @@ def _chosen(found: list[tuple[str, nn.Module]], layers: list[int] | None) -> lis
 
 
 def _own_config(model: PreTrainedModel) -> None:
-    """Give the model a config of its own: other models may have been made from the same object."""
+    """Give the model its own copy of its config, since other models may share the object."""
     shared, own = model.config, copy.deepcopy(model.config)
     kind: type = type(own)
     own.__class__ = _recording(kind)
@@ -178,7 +178,7 @@ def _own_config(model: PreTrainedModel) -> None:
 
 
 class _Recording:
-    """Makes a config of a linearized model write another model type into its file."""
+    """A mixin that makes the config of a linearized model write another model type to its file."""
 
     model_type: str
 
@@ -203,7 +203,7 @@ def _restored(kind: type[PreTrainedConfig], values: dict[str, object]) -> PreTra
 
 
 def _prepare_masks(model: PreTrainedModel) -> None:
-    """If no softmax attention is left, let transformers pass a padding mask, linear in the length."""
+    """If no softmax attention is left, let transformers pass a padding mask instead of one of T x S pairs."""
     if any(is_softmax_attention(module) for module in model.modules()):
         return
     transformers.AttentionInterface.register(PADDING_ONLY, _no_softmax_left)
@@ -222,7 +222,7 @@ def _padding_mask(
     attention_mask: Tensor | None = None,
     **further: object,
 ) -> Tensor | None:
-    """Return `[B,S]`, True at tokens, or None; transformers calls it instead of making a mask `[B,1,T,S]`."""
+    """Return `[B,S]`, True at tokens, or None; transformers calls this function in place of its own."""
     if mask_function not in (causal_mask_function, bidirectional_mask_function):
         raise UnsupportedError(
             "the position_ids are those of packed sequences, which linearized attention cannot honour: put "
@@ -245,7 +245,7 @@ def _start_with_states(
 ) -> tuple[tuple[object, ...], dict[str, object]] | None:
     """Replace an empty cache of transformers, or a missing one, by an empty `StateCache`."""
     if len(args) > _place_of_cache(type(module).forward):
-        return None  # a cache passed by position, which the layers check
+        return None  # the cache is passed by position; the layers check it
     given, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
     if use_cache is None:
         use_cache = module.config.use_cache and not module.training
@@ -256,7 +256,7 @@ def _start_with_states(
 
 @cache
 def _place_of_cache(forward: Callable[..., object]) -> int:
-    """Number of arguments of a model's `forward` before the cache, without `self`."""
+    """Return the number of arguments of a model's `forward` before the cache, without `self`."""
     return list(signature(forward).parameters).index("past_key_values") - 1
 
 
@@ -272,7 +272,7 @@ def _folder(path: str | Path) -> Path:
         )
     except HFValidationError as error:
         raise ValueError(f"{path} is neither a folder nor the name of a model on the hub") from error
-    except Exception as error:  # of requests, the hub or the system: the model cannot be fetched
+    except Exception as error:  # an error of requests, the hub or the system
         raise ValueError(
             f"{path} is not a folder, and no model of that name could be fetched: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""A mechanism of ours in place of an attention module of transformers."""
+"""A mechanism in place of an attention module of transformers."""
 
 import math
 from collections.abc import Callable
@@ -23,19 +23,19 @@ class LinearizedAttention(nn.Module):
         q, k, v = norm and rotate (x W_qkv)        y = mechanism(q, k, v) W_out
 
     Norms and rotation are those of the model. The signature is that of the replaced module: it returns the
-    output and None for the weights, which a mechanism need not have. For the same reason there is no dropout
-    of attention weights.
+    output, and None for the weights, since a mechanism need not have weights. For the same reason, there is
+    no dropout on attention weights.
 
     Args:
         parts: the parts of the replaced module; its weights are copied.
-        attention: a name in `unrolled.attention.names()`.
+        attention: name of the mechanism, one of `unrolled.attention.names()`.
         layer: index of this layer in the cache.
-        options: of the mechanism.
+        options: options of the mechanism.
 
     Raises:
-        ValueError: an unknown mechanism or option.
-        UnsupportedError: a mechanism that is not causal, or not bidirectional, as required, or that has
-            projections of other shapes than softmax attention.
+        ValueError: the mechanism or an option does not exist.
+        UnsupportedError: the mechanism does not support the causal or bidirectional form that the model
+            needs, or has projections of other shapes than softmax attention.
     """
 
     def __init__(self, parts: AttentionParts, attention: str, layer: int, options: dict[str, object]) -> None:
@@ -56,18 +56,18 @@ class LinearizedAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **further: object,
     ) -> tuple[Tensor, None]:
-        """Attend: `[B,T,d_model]` to the same; with a cache, from its state, which is updated.
+        """Attend; with a cache, continue from its state, which is updated.
 
         Args:
-            hidden_states: the input.
+            hidden_states: the input `[B,T,d_model]`; the output has the same shape.
             attention_mask: `[B,S]`, or transformers' mask `[B,1,T,S]`; None for no padding.
             past_key_values: a cache whose entry of this layer is a `StateLayer`.
             position_embeddings: cosines and sines `[B,T,D]`, if the model has rotary positions.
             further: other arguments of transformers' attention; not used.
 
         Raises:
-            ValueError: a cache of another kind.
-            UnsupportedError: a mask other than padding, or one that the mechanism cannot honour.
+            ValueError: the cache is of another kind.
+            UnsupportedError: the mask is not a padding mask, or the mechanism does not support padding.
         """
         refuse("a model of transformers, which counts positions itself,")
         x, mechanism = hidden_states, self.mechanism
@@ -88,7 +88,7 @@ class LinearizedAttention(nn.Module):
         return (y if self.after is None else self.after(y, x)), None
 
     def _continue(self, x: Tensor, projected: Projected, padding: Tensor | None, entry: StateLayer) -> Tensor:
-        """Attend from the state of a cache, and replace it by the next one."""
+        """Attend from the state of a cache, and replace the state by the next one."""
         mechanism, (B, T) = self.mechanism, x.shape[:2]
         state = mechanism.init_state(B) if entry.state is None else entry.state
         if T == 1 and padding is None:
@@ -130,13 +130,13 @@ def padding_of(mask: object, length: int, *, causal: bool) -> Tensor | None:
     """Convert a mask of transformers to the padding of the last `length` keys: `[B,length]`, True = padding.
 
     Args:
-        mask: None, `[B,S]` with True or 1 = a token, or `[B,1,T,S]`, boolean with True = attend, or floating
-            point, which is added to the scores.
+        mask: None; or `[B,S]`, where True or 1 is a token; or `[B,1,T,S]`, either boolean, where True is
+            attend, or of floating point and added to the scores.
         length: T.
         causal: whether the attention is causal.
 
     Returns:
-        the padding, or None if there is none.
+        The padding, or None if there is none.
 
     Raises:
         UnsupportedError: the mask hides more than padding, as with packed sequences.
@@ -192,6 +192,6 @@ def _build(parts: AttentionParts, attention: str, options: dict[str, object]) ->
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (x_i, x_(i + D/2)) of `[B,T,H,D]`, as Llama's classes do."""
+    """Rotate pairs (x_i, x_(i + D/2)) of `[B,T,H,D]`, as the Llama classes do."""
     left, right = x.chunk(2, -1)
     return x * cos.unsqueeze(-2) + torch.cat([-right, left], -1) * sin.unsqueeze(-2)

@@ -1,4 +1,4 @@
-"""Mamba-2: a decoder of blocks that have no feed-forward layer."""
+"""Mamba-2: a decoder whose blocks have no feed-forward layer."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -14,7 +14,7 @@ from unrolled.models.heads import Categorical
 
 
 def from_mamba2(model: Foreign, options: Mapping[str, object]) -> Decoder:
-    """Make a `Decoder` of a Mamba-2 language model of transformers; see `import_weights`."""
+    """Convert a Mamba-2 language model of transformers to a `Decoder`; see `import_weights`."""
     name, config = type(model).__name__, model.config
     if name != "Mamba2ForCausalLM":
         raise UnsupportedError(f"{name} has no counterpart here; Mamba2ForCausalLM has")
@@ -64,11 +64,11 @@ def from_mamba2(model: Foreign, options: Mapping[str, object]) -> Decoder:
 
 @torch.no_grad()
 def copy_mixer(ours: Mamba2, theirs: Foreign) -> None:
-    """Copy the weights of a `Mamba2Mixer` of the same sizes, with a bias where it has one."""
+    """Copy the weights and any biases of a `Mamba2Mixer` of the same sizes."""
     queries, keys, values = ours.widths
 
     def reordered(rows: Tensor) -> Tensor:
-        """Their order is values, keys, queries."""
+        """Change the order from values, keys, queries to queries, keys, values."""
         v, k, q = torch.split(rows, [values, keys, queries])
         return torch.cat([q, k, v])
 

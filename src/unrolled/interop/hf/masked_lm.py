@@ -10,7 +10,7 @@ from unrolled.interop.hf._model import Count
 class UnrolledForMaskedLM(EncoderModel):  # type: ignore[no-untyped-call]
     """An `Encoder` with output "masked" for transformers: pipelines, `Trainer`, `save_pretrained`.
 
-    The `labels` of `forward` are [B, T] long; -100 and those at padding are ignored.
+    The `labels` of `forward` are [B, T] long; labels of -100 and labels at padding are ignored.
     """
 
     _output, _output_type = "masked", MaskedLMOutput

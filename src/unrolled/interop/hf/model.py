@@ -14,10 +14,11 @@ from unrolled.models import Decoder, DecoderState, Encoder
 
 
 class UnrolledModel(ReadsTokens, UnrolledPreTrainedModel):  # type: ignore[no-untyped-call]
-    """The bare model of transformers, without an output layer: it returns the hidden vector of each position.
+    """The bare model, without an output layer, for transformers; it returns the hidden vector of each token.
 
-    It is a `Decoder` where the config has `is_decoder`, and then continues a cache as `UnrolledForCausalLM`
-    does, or an `Encoder`. Folders of all our classes can be loaded as one, without the output layer.
+    If the config has `is_decoder`, it holds a `Decoder`, and continues a cache like `UnrolledForCausalLM`;
+    else it holds an `Encoder`. The folders of all classes here can be loaded as an `UnrolledModel`, without
+    the output layer.
     """
 
     model: Any  # a Decoder, whose head is the identity, or an Encoder
@@ -41,23 +42,23 @@ class UnrolledModel(ReadsTokens, UnrolledPreTrainedModel):  # type: ignore[no-un
         return_dict: bool | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast | tuple[object, ...]:
-        """Hidden vectors, the outputs of the last block's norm.
+        """Return the hidden vectors, which are the outputs of the norm after the last block.
 
         Args:
-            input_ids: [B, T] long, for a decoder the tokens after those that the cache has read.
+            input_ids: [B, T] long; for a decoder, the tokens after those that the cache has read.
             attention_mask: [B, T], or [B, S + T] with the S positions that the cache has read; 0 at padding.
-            token_type_ids: [B, T] long, the `segments` of an encoder that has some; all 0 by default.
+            token_type_ids: [B, T] long, the `segments`, for an encoder that has segments; all 0 by default.
             global_attention_mask: [B, T], nonzero at global tokens; see `global_mask` of `Encoder.forward`.
-            past_key_values: the state of a decoder after the tokens before; it is updated.
-            use_cache: whether a decoder returns a cache; by default as the config says.
-            return_dict: False for a tuple.
-            others: arguments of other models of transformers; each None or False.
+            past_key_values: the cache with the state of a decoder after the earlier tokens; it is updated.
+            use_cache: whether a decoder returns a cache; by default as in the config.
+            return_dict: False returns a tuple.
+            others: arguments of other models of transformers; each must be None or False.
 
         Returns:
             `last_hidden_state` [B, T, d_model]; `past_key_values` of a decoder.
 
         Raises:
-            UnsupportedError: the mask is one of query-key pairs, an encoder is given a cache, a decoder is
+            UnsupportedError: the mask is a mask of query-key pairs, an encoder is given a cache, a decoder is
                 given segments, or one of `others` is given.
             ValueError: the cache is of another model or batch, or a mask or token is out of range.
         """

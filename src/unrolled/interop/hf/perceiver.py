@@ -18,9 +18,9 @@ IMAGE = "PerceiverForImageClassificationFourier"
 
 
 def from_perceiver(model: Foreign, options: Mapping[str, object]) -> PerceiverIO:
-    """Make a `PerceiverIO` of a Perceiver of transformers; see `import_weights`.
+    """Convert a Perceiver of transformers to a `PerceiverIO`; see `import_weights`.
 
-    Images are `[B, height, width, 3]` here, channels last.
+    The `PerceiverIO` takes images `[B, height, width, 3]`, channels last.
     """
     name, config = type(model).__name__, model.config
     if name not in (MASKED, TEXT, IMAGE):
@@ -105,7 +105,7 @@ def _read(ours: PerceiverIO) -> CrossAttend:
 
 @torch.no_grad()
 def _reorder_fourier_features(ours: PerceiverIO) -> None:
-    """Reorder all coordinates, all sines and all cosines into ours, which group the features by axis."""
+    """Reorder features: transformers groups them as coordinates, sines and cosines, this library by axis."""
     axes, bands, channels = len(ours.config.grid or ()), ours.config.n_bands, ours.config.input_dim or 0
     sines = channels + axes
     order = list(range(channels))

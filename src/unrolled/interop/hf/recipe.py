@@ -1,4 +1,4 @@
-"""Linearizing as one resumable job: from the folder of a model to the folder of the linearized one."""
+"""Linearize a model as one resumable job, from its folder to the folder of the linearized model."""
 
 import copy
 import json
@@ -30,11 +30,11 @@ class Recipe:
 
     Attributes:
         attention: name of the mechanism.
-        options: of the mechanism.
-        layers: which layers; None for all.
+        options: options of the mechanism.
+        layers: numbers of the layers to replace; None for all.
         transfer: settings of stage 1, or None to skip it.
         finetune: settings of stage 2, or None to skip it.
-        lora: rank of the updates in stage 2; 0 for full ones.
+        lora: rank of the LoRA updates in stage 2; 0 trains all weights instead.
     """
 
     attention: str = "linear"
@@ -59,8 +59,8 @@ def run(
     """Linearize and train the causal language model at `path`, and save it with its tokenizer in `out`.
 
     Returns:
-        validation losses in nats per token: "before", "right after", and after each stage, "transfer" and
-        "finetune"; they are also in `linearize.json`.
+        Validation losses in nats per token: "before" and "right after" the replacement, and after the stages
+        "transfer" and "finetune". They are also in `linearize.json`.
 
     Raises:
         ValueError: `out` holds something else and `force` is False, the model cannot be read or linearized,
@@ -100,7 +100,7 @@ def _began_with(out: Path, teacher: PreTrainedModel) -> bool:
 def train_linearized(
     teacher: PreTrainedModel, data: Dataset, recipe: Recipe, out: Path, *, resume: bool = True
 ) -> tuple[PreTrainedModel, dict[str, float]]:
-    """Linearize a copy of `teacher` and train it by the recipe; return it and the losses as of `run`.
+    """Linearize a copy of `teacher` and train it by the recipe; return it and the losses, as in `run`.
 
     Stage 1 is skipped if the mechanism has no new parameters.
     """
@@ -108,14 +108,14 @@ def train_linearized(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         model = linearize(copy.deepcopy(teacher), recipe.attention, recipe.layers, **recipe.options)
-    out.mkdir(parents=True, exist_ok=True)  # only now, since `linearize` may refuse the model or the recipe
+    out.mkdir(parents=True, exist_ok=True)  # after `linearize`, which may refuse the model or the recipe
     known, evaluated = (read_object(out / name) if resume else {} for name in (LOSSES_FILE, EVALUATED_FILE))
     losses: dict[str, float] = {}
     batch = next(iter(data.eval_batches(settings.batch_size)), None)
     texts = None if batch is None else fingerprint(batch.inputs, batch.targets)
 
     def note(name: str, model: PreTrainedModel) -> None:
-        """Evaluate a model, unless an earlier run has evaluated the same one, and write the losses."""
+        """Evaluate a model, unless an earlier run has evaluated the same model, and write the losses."""
         judged = LanguageModel(model)
         of = _plain([asdict(judged.config), texts, settings.eval_batches])
         same = name in known and evaluated.get(name) == of

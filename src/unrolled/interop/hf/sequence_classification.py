@@ -10,11 +10,11 @@ from unrolled.interop.hf._model import Count
 class UnrolledForSequenceClassification(EncoderModel):  # type: ignore[no-untyped-call]
     """An `Encoder` with output "classification" for transformers: pipelines, `Trainer`, `save_pretrained`.
 
-    The `labels` of `forward` are [B] long; for a `problem_type` of "regression" [B] or [B, n_classes], for
-    "multi_label_classification" [B, n_classes], both floating.
+    The `labels` of `forward` are [B] long. For a `problem_type` of "regression", they are [B] or
+    [B, n_classes]; for "multi_label_classification", [B, n_classes]; both are of floating point.
     """
 
-    # Trainer then divides the loss by the number of accumulation steps: this one is a mean over the batch.
+    # The loss is a mean over the batch: False makes Trainer divide it by the number of accumulation steps.
     accepts_loss_kwargs = False
 
     _output, _output_type = "classification", SequenceClassifierOutput

@@ -15,9 +15,9 @@ class TokenizedText(TextDataset):
 
     Args:
         files: UTF-8 texts.
-        tokenizer: of transformers; no special tokens are added.
+        tokenizer: a tokenizer of transformers; no special tokens are added.
         length: tokens per window.
-        val_fraction: the part at the end that is held out for validation.
+        val_fraction: the fraction at the end that is held out for validation.
 
     Raises:
         ValueError: a file is missing or not UTF-8, or a part is too short.

@@ -1,6 +1,6 @@
-"""Training a linearized model in two stages: attention transfer, then fine-tuning.
+"""Train a linearized model in two stages: attention transfer, then fine-tuning.
 
-Both are runs of `unrolled.training.train`, with its log, its checkpoints and its resume.
+Both stages are runs of `unrolled.training.train`, with a log and checkpoints, and can be resumed.
 """
 
 import copy
@@ -34,7 +34,7 @@ class Stage:
         name: "transfer" or "finetune".
         attention: the mechanism and options of each replaced layer.
         start: checksum of the weights that the run began with.
-        lora: rank of the updates; 0 for full ones.
+        lora: rank of the LoRA updates; 0 if all weights are trained.
     """
 
     name: str
@@ -65,16 +65,17 @@ class AttentionTransfer(_Trained):
 
         loss = mean over layers of  |student(x) - teacher(x)|^2 / |teacher(x)|^2
 
-    x is the input of the layer in the teacher, so that no layer has to correct errors of those below it
-    (teacher forcing). Only the student's new parameters are trained, such as its feature maps. Zhang et al.
-    2024, "LoLCATs", arXiv 2410.10254, without the division of the error, which weights all layers equally.
+    x is the input of the layer in the teacher, so that no layer has to correct errors of the layers below it
+    (teacher forcing). Only the new parameters of the student are trained, such as feature maps. Zhang et al.
+    2024, "LoLCATs", arXiv 2410.10254; there, the error is not divided by |teacher(x)|^2. The division gives
+    all layers the same weight.
 
     Args:
-        student: a linearized model; all but its new parameters are frozen.
-        teacher: the model before; it is not modified.
+        student: a linearized model; all parameters but the new ones are frozen.
+        teacher: the model before the replacement; it is not modified.
 
     Raises:
-        ValueError: the student has no new parameters, or the models differ otherwise.
+        ValueError: the student has no new parameters, or the teacher lacks one of the replaced layers.
     """
 
     def __init__(self, student: PreTrainedModel, teacher: PreTrainedModel) -> None:
@@ -105,7 +106,7 @@ class AttentionTransfer(_Trained):
             self._teacher[0](input_ids=inputs, use_cache=False)
         errors = []
         for (args, kwargs, target), (_, layer) in zip(calls, self.pairs, strict=True):
-            kwargs["attention_mask"] = None  # made for softmax; there is no padding
+            kwargs["attention_mask"] = None  # the mask was made for softmax; there is no padding
             found = layer(*args, **kwargs)[0]
             errors.append((found - target).square().mean() / target.square().mean())
         return torch.stack(errors).mean()
@@ -114,14 +115,14 @@ class AttentionTransfer(_Trained):
 class FineTuning(_Trained):
     """Stage 2: the linearized model is fine-tuned to predict the next token.
 
-    With `lora`, the projections of the replaced layers learn updates of that rank, W + B A, besides the new
-    parameters; all others are frozen. Without, everything is trained. Hu et al. 2021, "LoRA", arXiv
-    2106.09685.
+    With `lora` above 0, the new parameters are trained, and the projections of the replaced layers learn
+    updates of this rank, W + B A; all other parameters are frozen. With 0, all parameters are trained. Hu et
+    al. 2021, "LoRA", arXiv 2106.09685.
 
     Args:
         model: a linearized causal language model.
-        lora: rank of the updates; 0 for full ones.
-        seed: of the random initial A.
+        lora: rank of the LoRA updates; 0 trains all parameters instead.
+        seed: seed of the random initial A.
     """
 
     def __init__(self, model: PreTrainedModel, *, lora: int = 0, seed: int = 0) -> None:
@@ -136,7 +137,7 @@ class FineTuning(_Trained):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 trained = get_peft_model(model, LoraConfig(r=lora, lora_alpha=lora, target_modules=names))
-            for name, parameter in model.named_parameters():  # peft has frozen them in place
+            for name, parameter in model.named_parameters():  # peft has frozen the parameters in place
                 if name in new:
                     parameter.requires_grad_(True)
         super().__init__(trained, stage)
@@ -165,7 +166,8 @@ def transfer(
 ) -> TrainResult:
     """Run or resume stage 1 (see `AttentionTransfer`), which trains `student` in place.
 
-    The losses of the result are those of `AttentionTransfer`, not nats. `run_dir` holds log and checkpoint.
+    The losses of the result are those of `AttentionTransfer`, not nats. `run_dir` holds the log and the
+    checkpoint.
     """
     with _frozen_as_found(student):
         stage = AttentionTransfer(student, teacher)

@@ -1,4 +1,4 @@
-"""Import of the weights of transformers' models into ours, with equal outputs."""
+"""Import the weights of models of transformers into models of this library, with equal outputs."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -31,28 +31,28 @@ REFUSED = {
     "qwen3_5_moe": "its feed-forward layers are mixtures of experts",
     "qwen3_5_moe_text": "its feed-forward layers are mixtures of experts",
 }
-"""Families of which a relative is in `FAMILIES`, and why they are not."""
+"""Families that are related to one in `FAMILIES`, and why they cannot be imported."""
 
 
 def import_weights(source: object, **attention_options: object) -> Decoder | Encoder | PerceiverIO:
-    """Make a model of ours that computes the same as one of transformers, with a copy of its weights.
+    """Make a model that computes the same as a model of transformers, with a copy of its weights.
 
-    BERT, RoBERTa, Longformer, BigBird and Nystromformer become an `Encoder`: their `...Model` one with output
-    "hidden", `...ForMaskedLM`, `...ForSequenceClassification` and `...ForTokenClassification` one with that
-    head. Perceivers for masked language modelling, text classification and images with Fourier features
-    become a `PerceiverIO`. `Mamba2ForCausalLM`, `OlmoHybridForCausalLM`, and `Qwen3NextForCausalLM` and
-    `Qwen3_5ForCausalLM` without experts, become a `Decoder`. The copy has the original's floating-point type,
-    device and mode; it has no dropout on attention weights.
+    BERT, RoBERTa, Longformer, BigBird and Nystromformer become an `Encoder`. A `...Model` becomes an encoder
+    with output "hidden"; `...ForMaskedLM`, `...ForSequenceClassification`, `...ForTokenClassification` and
+    `...ForQuestionAnswering` become encoders with the corresponding outputs. Perceivers for masked language
+    modelling, for text classification and for images with Fourier features become a `PerceiverIO`.
+    `Mamba2ForCausalLM` and `OlmoHybridForCausalLM`, and without experts also `Qwen3NextForCausalLM` and
+    `Qwen3_5ForCausalLM`, become a `Decoder`. The copy has the dtype, device and mode of the original. It has
+    no dropout on attention weights.
 
     Args:
-        source: a model of transformers, or what its `from_pretrained` takes: a folder or a name on the hub,
-            read from safetensors alone.
-        attention_options: options of the attention mechanism, in place of those that follow from the
-            original, such as `global_tokens=[0, 5]` for Longformer; none for hybrids.
+        source: a model of transformers; or the folder or hub name of one, read from safetensors only.
+        attention_options: options of the attention mechanism that replace those of the original, such as
+            `global_tokens=[0, 5]` for Longformer; hybrids take none.
 
     Raises:
-        ValueError: `source` is neither, or cannot be read.
-        UnsupportedError: a class, a head or a setting that has no counterpart here.
+        ValueError: `source` is neither of these, or cannot be read.
+        UnsupportedError: the class, the head or a setting of the model has no counterpart here.
         ImportError: transformers is not installed.
     """
     model = _load(source) if isinstance(source, str | Path) else source
@@ -91,7 +91,7 @@ def _load(source: str | Path) -> object:
     read = getattr(transformers, named).from_pretrained
     model: object
     model, found = _attempt(source, lambda: read(str(source), use_safetensors=True, output_loading_info=True))
-    if missing := sorted(found["missing_keys"]):  # which transformers would initialise at random
+    if missing := sorted(found["missing_keys"]):  # transformers would initialise them at random
         raise ValueError(f"{source} lacks {len(missing)} tensors of a {named}, the first is {missing[0]!r}")
     return model
 

@@ -1,4 +1,4 @@
-"""`export`: writes the folder of graphs, vocabulary and manifest."""
+"""Write the folder of an exported model: graphs, vocabulary and manifest."""
 
 import json
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ OPSET = 20
 
 
 def weights_checksum(model: nn.Module) -> str:
-    """Checksum of the weights of a model, as in its manifest; the same on every device."""
+    """Return a checksum of the weights of a model, as in its manifest; it is the same on every device."""
     return fingerprint(*model.state_dict().values())
 
 
@@ -33,7 +33,7 @@ def read_manifest(folder: str | Path) -> Record:
     """Read the manifest of an exported model of any kind.
 
     Raises:
-        ValueError: there is none, it was changed after it was written, or it has another format.
+        ValueError: there is no manifest, it was changed after it was written, or it has another format.
     """
     folder = Path(folder)
     try:
@@ -63,13 +63,13 @@ def export(
     vocabulary: str | Path | None = None,
     sampling: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Write a model as ONNX graphs into a folder that `load`, `unrolled generate` and web pages read.
+    """Write a model as ONNX graphs into a folder that `load`, `unrolled generate` and web pages can run.
 
-    Every graph but the int8 one is run and compared with the model before anything is written.
+    Every graph except int8 is run and compared with the model before anything is written.
 
     Args:
         model: a `Decoder` or a `RecurrentLM` in fp32, on the CPU.
-        folder: created if needed; earlier graphs in it are replaced.
+        folder: the folder to write; created if needed. Earlier graphs in it are replaced.
         opset: version of ONNX's standard operators, 20 to 25.
         fused: also write `fused.onnx`, with ONNX Runtime's own operator for linear attention.
         int8: also write `int8.onnx`, with the matrices in 8 bits.
@@ -81,14 +81,14 @@ def export(
         The contents of the folder's `manifest.json`.
 
     Raises:
-        UnsupportedError: a mechanism has no recurrent form, the opset is not supported, the model is not
-            fp32, or it has no fused graph.
+        UnsupportedError: a mechanism has no recurrent form, the opset is not supported, the model is not in
+            fp32, or `fused` is True but the model has no fused graph.
         ValueError: `sampling` has an unknown argument, or one that is out of range.
         ImportError: onnx, onnxscript or onnxruntime is missing.
     """
     if unknown := set(sampling or {}) - set(_manifest.SAMPLING):
         raise ValueError(f"sampling has {sorted(unknown)}, but must have only {list(_manifest.SAMPLING)}")
-    recurrent = isinstance(model, Recurrent)  # in a variable, or mypy would narrow `model` to Recurrent
+    recurrent = isinstance(model, Recurrent)  # a variable, since mypy would narrow `model` to Recurrent
     if not recurrent:
         raise UnsupportedError(
             f"{type(model).__name__} cannot be exported: it lacks init_state, prefill or step"
@@ -111,7 +111,7 @@ def _graphs(
     contents = {"plain": plain}
     if fused:
         same, contents["fused"] = to_onnx(model, opset=opset, fused=True, probes=probes)
-        if same.length != recurrence.length:  # one manifest describes both
+        if same.length != recurrence.length:  # the same manifest describes both
             raise UnsupportedError(
                 f"the fused graph reads {same.length} token per call, but the plain one reads "
                 f"{recurrence.length}; export the plain graph alone"

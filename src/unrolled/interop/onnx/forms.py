@@ -1,14 +1,15 @@
-r"""The forms that the project's own operators take in an exported graph, which cannot contain our kernels.
+r"""The library's own operators in standard operations, since an exported graph cannot contain C++ kernels.
 
-The operators that `torch.export` keeps as one node are written here in operations that every runtime has.
-They process all T tokens of a call at once, in time and memory quadratic in T: calls are short, since a long
-prompt is split into several, with the state passed between them.
+`torch.export` keeps each of these operators as one node. Here, they are written in operations that every
+runtime has. They process all T tokens of a call at once, in time and memory quadratic in T. Calls are short:
+a long prompt is split into several calls, with the state passed from one to the next.
 
     P = (Q K^T) * D        o = (P V + exp(b) Q S) / (P 1 + exp(b) Q z)
     S' = exp(b_T) S + (exp(b_T - b) K)^T V        z' = exp(b_T) z + (exp(b_T - b) K)^T 1
 
-with b the cumulated log gates and D_ij = exp(b_i - b_j) for i >= j; without gates b = 0. Bidirectional
-attention, in models that read a whole sequence at once, has no state: o = Q (K^T V) / Q (K^T 1).
+with b the cumulative sum of the log gates, and D_ij = exp(b_i - b_j) for i >= j; without gates, b = 0.
+Bidirectional attention, in models that read a whole sequence at once, has no state:
+o = Q (K^T V) / Q (K^T 1).
 """
 
 import math
@@ -32,7 +33,7 @@ Forms = dict[OpOverload[..., object], Callable[..., object]]
 
 
 def portable() -> Forms:
-    """The forms in standard operations, by the operator that each replaces."""
+    """Return the forms in standard operations, by the operator that each replaces."""
     return {
         _linear._operator._opoverload: _of_a_call(linear_attention),
         _window._operator._opoverload: window_attention,
@@ -43,7 +44,7 @@ def portable() -> Forms:
 
 
 def fused() -> Forms:
-    """The same, with ONNX Runtime's own operator for linear attention."""
+    """Return the same forms, but with ONNX Runtime's own operator for linear attention."""
     return {**portable(), _linear._operator._opoverload: _of_a_call(fused_linear_attention)}
 
 
@@ -54,7 +55,7 @@ LinearResult = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _of_a_call(form: Callable[[LinearCall], LinearResult]) -> Callable[..., LinearResult]:
-    """Give a causal form the signature of the operator; other calls take the bidirectional form."""
+    """Give a causal form the signature of the operator; bidirectional calls take the bidirectional form."""
 
     def operator(
         q: Tensor,
@@ -90,7 +91,7 @@ def linear_attention(call: LinearCall) -> LinearResult:
     q, k, v, log_decay, kv, k_sum, normalize = call
     share = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B,H,T,R], [B,G,T,R], [B,G,T,M]
-    # gates: of each key up to the last token, and of the state through all tokens
+    # gates of each key up to the last token, and of the state over all tokens
     k_to_end, through = k, None
     if log_decay is not None:
         b = log_decay.clamp(min=LOWEST_GATE).transpose(1, 2).cumsum(-1).unsqueeze(-1)  # [B,G,T,1]
@@ -118,7 +119,7 @@ def linear_attention(call: LinearCall) -> LinearResult:
 
 
 def bidirectional_linear_attention(q: Tensor, k: Tensor, v: Tensor, normalize: bool) -> LinearResult:
-    """Compute the operator `unrolled::linear_attention` where every query reads all keys."""
+    """Compute the operator `unrolled::linear_attention` when every query reads all keys."""
     share = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B,H,T,R], [B,G,S,R], [B,G,S,M]
     kv, k_sum = k.mT @ v, k.sum(2)
@@ -131,7 +132,7 @@ def bidirectional_linear_attention(q: Tensor, k: Tensor, v: Tensor, normalize: b
 
 
 def fused_linear_attention(call: LinearCall) -> LinearResult:
-    """Compute the same by `com.microsoft.LinearAttention`, with z as one more column of S: values (v, 1)."""
+    """Compute the same by `com.microsoft.LinearAttention`; with values (v, 1), z is one more column of S."""
     q, k, v, log_decay, kv, k_sum, normalize = call
     if not normalize or log_decay is not None:
         raise UnsupportedError(

@@ -1,8 +1,8 @@
 r"""The front end of a model of speech as a module: samples to log-mel features, in plain operations.
 
-It computes what `unrolled.data` computes by kaldi-native-fbank, so that a graph can begin with the samples.
-With W samples in 25 ms, S in 10 ms, and the next power of two N >= W, frame t begins at sample
-b_t = S t + floor(S / 2) - floor(W / 2) (Kaldi's `snip_edges=false`):
+It computes the features that `unrolled.data` computes with kaldi-native-fbank, so that a graph can take
+samples. With W samples in 25 ms, S samples in 10 ms, and N >= W the next power of two, frame t begins at
+sample b_t = S t + floor(S / 2) - floor(W / 2) (Kaldi's `snip_edges=false`):
 
     f_ti = 32768 s[r(b_t + i)]      i < W;  r(j) = -1 - j before the first sample, 2 n - 1 - j after the last
     g_t  = f_t - mean f_t           no direct current
@@ -12,7 +12,8 @@ b_t = S t + floor(S / 2) - floor(W / 2) (Kaldi's `snip_edges=false`):
     x_tm = (y_tm - mean_t y_tm) / (deviation_t y_tm + 0.001)
 
 with triangles M_m, equally wide on the mel scale 1127 log(1 + Hz / 700) from 20 Hz to half the sampling rate:
-M_m rises from 0 at the centre of band m - 1 to 1 at its own, and falls to 0 at that of band m + 1.
+M_m rises from 0 at the centre of band m - 1 to 1 at the centre of band m, and falls to 0 at the centre of
+band m + 1.
 
 There are T = floor((n + floor(S / 2)) / S) frames. Povey et al. 2011, "The Kaldi Speech Recognition Toolkit",
 ASRU, and `feat/feature-window.cc` and `feat/mel-computations.cc` of its sources.
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from unrolled.ops.dense import Layer
 
-FULL_SCALE = 32768.0  # Kaldi's units are those of 16 bits
+FULL_SCALE = 32768.0  # the samples of Kaldi have the scale of 16 bits
 WINDOW, SHIFT = 25, 10  # milliseconds
 PRE_EMPHASIS = 0.97
 LOWEST = 20.0  # Hz
@@ -60,7 +61,7 @@ class LogMel(Layer):
         """Compute the features of sounds of one length.
 
         Args:
-            samples: `[B,n]` fp32 from -1 to 1, n at least as long as a window.
+            samples: `[B,n]` fp32 from -1 to 1, with n at least the length of a window.
 
         Returns:
             `[B,T,n_mels]` fp32.
@@ -71,13 +72,13 @@ class LogMel(Layer):
         x = (x - PRE_EMPHASIS * before) * self.window
         real, imaginary = (x @ self.transform).chunk(2, -1)
         energy = (real.square() + imaginary.square()) @ self.mels
-        y = energy.clamp(min=1).log()  # the maximum with 0 before the logarithm, which may be of 0
+        y = energy.clamp(min=1).log()  # the maximum with 0, before the logarithm, to avoid log 0
         centred = y - y.mean(1, keepdim=True)
         deviation = centred.square().mean(1, keepdim=True).sqrt()
         return centred / (deviation + 1e-3)
 
     def _frames(self, samples: Tensor) -> Tensor:
-        """Cut `[B,n]` into frames `[B,T,W]`; the first and the last ones read beyond the edges, mirrored."""
+        """Cut `[B,n]` into frames `[B,T,W]`; beyond the edges, the samples are mirrored."""
         n = samples.shape[1]
         starts = torch.arange(count_frames(n, self.shift)) * self.shift
         at = starts.unsqueeze(1) + (torch.arange(self.width) + self.shift // 2 - self.width // 2)
@@ -87,14 +88,15 @@ class LogMel(Layer):
 
 
 def count_frames(n: int, shift: int) -> int:
-    """Return T, the number of frames of n samples: their number of shifts, rounded."""
+    """Return T, the number of frames of n samples: n divided by the shift, rounded."""
     return (n + shift // 2) // shift
 
 
 def mel_filters(rate: int, size: int, n_mels: int) -> Tensor:
     """Return the triangles `M [size / 2, n_mels]` fp64, for a transform of `size` samples.
 
-    With many bands, one may lie between two frequencies of the transform; it is 0 and so is its feature.
+    If there are many bands, a band may lie between two frequencies of the transform. Such a band is 0, and so
+    is its feature.
     """
     edges = torch.linspace(_mel(LOWEST), _mel(rate / 2), n_mels + 2, dtype=torch.float64)
     left, centre, right = edges[:-2], edges[1:-1], edges[2:]

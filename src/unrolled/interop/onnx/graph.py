@@ -24,11 +24,12 @@ class Leaf(NamedTuple):
     """One tensor of a state.
 
     Attributes:
-        name: its path in the state, as in "layers.0.kv".
-        dtype: its type.
-        shape: without the batch, which comes first; a growing axis counts as 0.
-        growing_axis: the axis, the batch counted, that holds one place per token read; None where none does.
-        fill: the value of all elements before the first token.
+        name: path of the tensor in the state, such as "layers.0.kv".
+        dtype: dtype of the tensor.
+        shape: shape without the batch axis, which comes first; a growing axis counts as 0.
+        growing_axis: the axis that grows by one with each token read, counted with the batch axis; None if no
+            axis grows.
+        fill: value of all elements before the first token.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Leaf(NamedTuple):
     fill: float
 
     def initial(self, batch_size: int, past: int = 0) -> Tensor:
-        """The tensor before the first token; with `past`, of the size after that many tokens."""
+        """Return the tensor before the first token; with `past`, in its size after `past` tokens."""
         sizes = [batch_size, *self.shape]
         if self.growing_axis is not None:
             sizes[self.growing_axis] = past
@@ -48,12 +49,12 @@ class Leaf(NamedTuple):
 class Recurrence(nn.Module):
     """`(tokens [B,T], *state) -> (logits [B,T,V], *state, *probes)`, with tensors only.
 
-    A cache of keys and values takes its simplest form, `past_k` and `past_v`, without padding. The position
-    that every layer counts separately is passed once.
+    A cache of keys and values has its simplest form, `past_k` and `past_v`, without padding. The position,
+    which every layer counts separately, is passed only once.
 
     Args:
         model: a model with `init_state`, `prefill` and `step`, in fp32.
-        length: "any" reads T tokens in parallel, 1 reads one by `step`.
+        length: "any" reads T tokens in parallel; 1 reads one token by `step`.
         probes: also return the features of the queries `[B,T,H,R]` of each layer of linear attention.
 
     Raises:
@@ -68,7 +69,7 @@ class Recurrence(nn.Module):
         self.probed = _linear_layers(model) if probes else {}
 
     def forward(self, tokens: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
-        """Read tokens after those that the state has read."""
+        """Read tokens that follow the state."""
         before = self._unflatten(tokens.shape[0], state)
         seen: list[Tensor] = []
         with _features_of_queries(self.probed.values(), seen):
@@ -82,7 +83,7 @@ class Recurrence(nn.Module):
         return (logits, *(x for name, x in _named(after) if name not in self._shared), *seen)
 
     def example(self, batch_size: int, length: int, past: int) -> tuple[Tensor, ...]:
-        """Make arguments of these sizes, for tracing."""
+        """Make arguments with these sizes, for tracing."""
         tokens = torch.zeros(batch_size, length, dtype=torch.long)
         return (tokens, *(leaf.initial(batch_size, past) for leaf in self.leaves))
 
@@ -94,7 +95,7 @@ class Recurrence(nn.Module):
 
 @torch.no_grad()
 def exported(recurrence: Recurrence) -> ExportedProgram:
-    """Trace a recurrence by `torch.export`, with dynamic batch, length and past where these may vary."""
+    """Trace a recurrence with `torch.export`; batch, length and past are dynamic where they can vary."""
     arguments = recurrence.example(2, 3 if recurrence.length == "any" else 1, 4)
     # Tracing assumes dynamic sizes of 2 or more; the caller tests that 0 and 1 work too.
     batch, length, past = (Dim(name, min=2) for name in ("batch", "length", "past"))
@@ -108,7 +109,7 @@ def exported(recurrence: Recurrence) -> ExportedProgram:
 
 
 def _named(state: State, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Name every tensor of a state by its path, caches in their simplest form."""
+    """Yield every tensor of a state with its path; caches have their simplest form."""
     if isinstance(state, KVCache):
         for name in ("k", "v"):
             parts = [getattr(state, f"{part}_{name}") for part in ("past", "recent")]
@@ -124,7 +125,7 @@ def _named(state: State, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _filled(template: State, path: str, found: dict[str, Tensor], batch_size: int) -> State:
-    """Make a state of the structure of `template` from tensors by their names in `_named`."""
+    """Make a state with the structure of `template` from tensors by their names in `_named`."""
     if isinstance(template, KVCache):
         k, v = found[f"{path}past_k"], found[f"{path}past_v"]
         padding = torch.zeros(batch_size, k.shape[2], dtype=torch.bool, device=k.device)
@@ -143,7 +144,7 @@ def _filled(template: State, path: str, found: dict[str, Tensor], batch_size: in
 
 @torch.no_grad()
 def _describe(model: Recurrent) -> tuple[list[Leaf], set[str]]:
-    """Describe the tensors of the state after 0 to 2 tokens, and name those that repeat the position."""
+    """Describe the tensors of a state, seen after 0 to 2 tokens, and name those that repeat the position."""
     states: list[State] = [model.init_state(1)]
     for _ in range(2):
         _, after = model.step(torch.zeros(1, dtype=torch.long), states[-1])
@@ -167,7 +168,7 @@ def _describe(model: Recurrent) -> tuple[list[Leaf], set[str]]:
 
 
 def _growing_axis(name: str, forms: list[Tensor]) -> int | None:
-    """Find the axis of a tensor of size 0, 1 and 2 after that many tokens; None if no axis grows."""
+    """Return the axis whose size is 0, 1 and 2 after 0, 1 and 2 tokens; None if no axis grows."""
     shapes = [x.shape for x in forms]
     if shapes[0] == shapes[1] == shapes[2]:
         return None
@@ -181,7 +182,7 @@ def _growing_axis(name: str, forms: list[Tensor]) -> int | None:
 
 
 def _linear_layers(model: nn.Module) -> dict[int, LinearAttention]:
-    """The layers of linear attention in a stack, by their index."""
+    """Return the layers of linear attention in a stack, by their index."""
     blocks = getattr(getattr(model, "stack", None), "blocks", ())
     found = ((i, getattr(block, "attention", None)) for i, block in enumerate(blocks))
     return {i: layer for i, layer in found if isinstance(layer, LinearAttention)}
@@ -206,7 +207,7 @@ def _features_of_queries(layers: Iterable[LinearAttention], seen: list[Tensor]) 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the warnings of exporter and quantiser, which do not concern users."""
+    """Silence the warnings of the exporter and the quantiser, which do not concern users."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""Bidirectional LSTMs as ONNX's own operator; torch's exporter would write a loop."""
+"""Bidirectional LSTMs as the LSTM operator of ONNX; torch's exporter would write a loop."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 class OnnxLSTM(nn.Module):
     """One bidirectional layer of `torch.nn.LSTM`, batch first, as the operator LSTM; for tracing only.
 
-    ONNX has the gates in the order input, output, forget, cell; torch input, forget, cell, output.
+    The order of the gates is input, output, forget, cell in ONNX, and input, forget, cell, output in torch.
     """
 
     w: Tensor
@@ -24,7 +24,7 @@ class OnnxLSTM(nn.Module):
         self.register_buffer("b", torch.cat(biases, 1))
 
     def forward(self, x: Tensor) -> tuple[Tensor]:
-        """`[B,T,d]` -> `[B,T,2 hidden_size]`, the first of what `torch.nn.LSTM` returns."""
+        """`[B,T,d]` -> `[B,T,2 hidden_size]`, the first output of `torch.nn.LSTM`."""
         B, T, _ = x.shape
         y = torch.onnx.ops.symbolic(
             "LSTM",

@@ -72,7 +72,7 @@ class Manifest(Record):
         return ["logits", *(f"next.{leaf.name}" for leaf in self.state)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON has them."""
+        """Return the fields as JSON values."""
         return {
             **asdict(self),
             "inputs": self.inputs,
@@ -86,7 +86,7 @@ class Manifest(Record):
 
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> Self:
-        """Make it of what `to_json` returned."""
+        """Make a manifest from the values that `to_json` returned."""
         values = dict(values)
         values["state"] = [_leaf_of_json(leaf) for leaf in values["state"]]
         values["probes"] = [

@@ -19,7 +19,7 @@ from unrolled.ops.checks import check_key_padding_mask
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
 
-PIECE = 64  # tokens of a prompt per call; time and memory of a call are quadratic in it
+PIECE = 64  # tokens of a prompt per call; the time and memory of a call are quadratic in them
 State = tuple[Tensor, ...]
 
 
@@ -34,8 +34,8 @@ class ExportedConfig(NamedTuple):
 class ExportedModel(ABC):
     """A recurrence outside PyTorch: `init_state`, `prefill` and `step`, on the CPU, without gradients.
 
-    A state is a `NamedTuple` of tensors, batch first, so that `unrolled.ops.state` can select its rows, save
-    and load it. States are values: none is modified.
+    A state is a `NamedTuple` of tensors, batch first, so that `unrolled.ops.state` can select its rows, and
+    save and load it. States are never modified in place.
 
     Args:
         manifest: the manifest of the exported folder.
@@ -53,7 +53,7 @@ class ExportedModel(ABC):
 
     @abstractmethod
     def _call(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run the graph on tokens and state: logits and the next state."""
+        """Run the graph on tokens and a state; return logits and the next state."""
 
     def init_state(self, batch_size: int) -> State:
         """Return the state of `batch_size` empty sequences."""
@@ -62,18 +62,18 @@ class ExportedModel(ABC):
     def prefill(
         self, tokens: Tensor, state: State, *, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """Read tokens [B, T], B and T of at least 1, after those that `state` has read.
+        """Read tokens [B, T], where B and T are at least 1, that follow `state`.
 
         With a `key_padding_mask` [B, T] (True = padding), each row is read separately without its padding;
         logits at padding are meaningless.
 
         Returns:
-            logits [B, T, vocab_size] and the new state.
+            Logits [B, T, vocab_size] and the new state.
 
         Raises:
             ValueError: an id is outside the vocabulary, the state is of another model or batch size, or there
                 are more tokens than the model has positions.
-            UnsupportedError: rows have different lengths, and the state grows with them.
+            UnsupportedError: rows have different lengths, and the state grows with the length.
         """
         check_ids("tokens", tokens, self.config.vocab_size + self.config.start_token)
         self._check_state(state, tokens.shape[0])

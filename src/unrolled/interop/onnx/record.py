@@ -1,4 +1,4 @@
-"""What the manifests of exported folders share: a hash of every file and of the manifest itself."""
+"""The base of all manifests of exported folders, with a hash of every file and of the manifest itself."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ class Record:
     A kind of model derives from this class, and defines `format`, `inputs` and `outputs`.
 
     Attributes:
-        unrolled: the version of this library that wrote it.
+        unrolled: the version of this library that wrote the folder.
         opset: version of ONNX's standard operators in the graphs.
         model: the model's kind and config.
         weights: a checksum of the model's weights.
@@ -63,18 +63,18 @@ class Record:
         raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON has them."""
+        """Return the fields as JSON values."""
         return {**asdict(self), "inputs": self.inputs, "outputs": self.outputs}
 
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> Self:
-        """Make it of what `to_json` returned."""
+        """Make a record from the values that `to_json` returned."""
         return cls(**{name: x for name, x in values.items() if name not in ("inputs", "outputs")})
 
     def write(self, folder: Path, graphs: Mapping[str, bytes], files: Mapping[str, bytes]) -> None:
-        """Write graphs by their names, other files by theirs, and a manifest that describes them."""
+        """Write graphs and other files, each by name, and a manifest that describes them."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE_NAME).unlink(missing_ok=True)  # first: it must never describe other graphs
+        (folder / FILE_NAME).unlink(missing_ok=True)  # first, so that it never describes other graphs
         for name, content in files.items():
             write_file(folder / name, content)
             self.files[name] = describe_file(folder / name)
@@ -96,7 +96,7 @@ class Record:
         """Read `manifest.json`.
 
         Raises:
-            ValueError: there is none, it was changed after it was written, or it has another format.
+            ValueError: there is no manifest, it was changed after it was written, or it has another format.
         """
         path = folder / FILE_NAME
         if not path.is_file():
@@ -117,7 +117,7 @@ class Record:
         return cls.of_json(values)
 
     def entries(self) -> dict[str, FileEntry]:
-        """Sizes and hashes of all files, by their paths."""
+        """Return the sizes and hashes of all files, by their paths."""
         return {**{graph["file"]: graph for graph in self.graphs.values()}, **self.files}
 
     def read(self, folder: Path, name: str) -> bytes:
@@ -142,7 +142,7 @@ class Record:
 
 
 def describe_file(path: Path) -> FileEntry:
-    """Hash and size of a file, as in a manifest."""
+    """Return the hash and size of a file, as in a manifest."""
     content = path.read_bytes()
     return {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
 

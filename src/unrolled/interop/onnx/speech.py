@@ -27,7 +27,7 @@ from unrolled.ops.dense import Layer
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
 
-FRAME_SHIFTS = (2.5, 4.5, 27.3, 110.8)  # lengths of the sounds that the graph is compared with, in frames
+FRAME_SHIFTS = (2.5, 4.5, 27.3, 110.8)  # lengths in frames of the sounds on which the graph is compared
 
 
 class SamplesToSymbols(Layer):
@@ -52,22 +52,22 @@ def export_transcriber(
     """Write a model of speech as an ONNX graph into a folder that `load_transcriber` reads.
 
     The graph maps `samples [B,n]`, float32 from -1 to 1 at the vocabulary's rate, to
-    `log_probs [B,ceil(T/4),V+1]`, the blank last, with T frames as in `LogMel`; the features are part of it.
-    It is run and compared with the model before anything is written.
+    `log_probs [B,ceil(T/4),V+1]`, the blank last, with T frames as in `LogMel`. It computes the features too.
+    The graph is run and compared with the model before anything is written.
 
     Args:
         model: a `Transcriber` or a `BiLSTMTranscriber` in fp32.
-        folder: created if needed; an earlier graph in it is replaced.
-        vocabulary: that of the model's data set; it is written too.
+        folder: the folder to write; created if needed. An earlier graph in it is replaced.
+        vocabulary: the vocabulary of the model's data set; it is written too.
         opset: version of ONNX's standard operators, 20 to 25.
 
     Returns:
         The contents of the folder's `manifest.json`.
 
     Raises:
-        UnsupportedError: the form of a mechanism depends on the length or on values, positions end at a
-            length, the opset is not supported, or the model is not fp32.
-        ValueError: the model or the vocabulary is of another kind, or they do not fit.
+        UnsupportedError: the computation of a mechanism depends on the length or on values, the positions
+            have a maximum length, the opset is not supported, or the model is not in fp32.
+        ValueError: the model or the vocabulary is of another kind, or they do not match.
         ImportError: onnx, onnxscript or onnxruntime is missing.
     """
     if not isinstance(model, CTCModel):
@@ -101,7 +101,7 @@ def export_transcriber(
 
 
 def _graph(module: SamplesToSymbols, rate: int, opset: int) -> bytes:
-    """Trace and translate a model, and compare the graph with it."""
+    """Trace a model and translate it to a graph, and compare the graph with the model."""
     try:
         proto = translated(
             _traced(_with_onnx_lstms(module), rate), forms.portable(), opset, [SAMPLES], [LOG_PROBS]
@@ -124,7 +124,7 @@ def _graph(module: SamplesToSymbols, rate: int, opset: int) -> bytes:
 
 
 def _with_onnx_lstms(module: SamplesToSymbols) -> SamplesToSymbols:
-    """Copy a module, with ONNX's operator in the place of each LSTM."""
+    """Copy a module, with the ONNX operator in place of each LSTM."""
     copy = deepcopy(module)
     for name, layer in list(copy.named_modules()):
         if isinstance(layer, nn.LSTM):
@@ -134,10 +134,10 @@ def _with_onnx_lstms(module: SamplesToSymbols) -> SamplesToSymbols:
 
 @torch.no_grad()
 def _traced(module: SamplesToSymbols, rate: int) -> ExportedProgram:
-    """Trace for any number of sounds of any one length."""
+    """Trace a module for any number of sounds of the same length, whatever it is."""
     arguments = (torch.zeros(2, rate // 4),)
-    # Tracing assumes sizes of 2 or more, and here of more than one frame after subsampling; `compare` tests
-    # that smaller ones work too. torch cannot derive that from the number of samples: it asserts instead.
+    # Tracing assumes sizes of 2 or more, and here more than one frame after subsampling; `compare` tests that
+    # smaller sizes work too. torch cannot derive this from the number of samples, so it inserts assertions.
     sizes = {0: Dim("batch", min=2), 1: Dim("n", min=6 * module.front_end.shift)}
     with quiet():
         return torch.export.export(
@@ -150,7 +150,7 @@ def compare(module: SamplesToSymbols, rate: int, session: "InferenceSession") ->
     """Run a graph and the model on noise of several lengths.
 
     Raises:
-        DisagreementError: they differ; see `check_agreement`.
+        DisagreementError: the outputs differ; see `check_agreement`.
     """
     generator = torch.Generator().manual_seed(0)
     for batch_size, frames in zip((2, 1, 3, 1), FRAME_SHIFTS, strict=True):

@@ -16,7 +16,7 @@ class SpeechManifest(Record):
 
     Attributes:
         rate: samples per second of the input.
-        shortest: the fewest samples that the graph reads.
+        shortest: the minimum number of samples that the graph can read.
     """
 
     format: ClassVar[str] = "unrolled-onnx-speech"
@@ -25,7 +25,7 @@ class SpeechManifest(Record):
     shortest: int
 
     def frames(self, n: int) -> int:
-        """Return T', the number of log-probabilities that a sound of n samples has."""
+        """Return T', the number of rows of log-probabilities for a sound of n samples."""
         return -(-count_frames(n, self.rate * SHIFT // 1000) // SUBSAMPLING)
 
     @property

@@ -19,30 +19,30 @@ if TYPE_CHECKING:
 class OnnxTranscriber:
     """A model of speech outside PyTorch, which `unrolled.generation.transcribe` runs on samples.
 
-    In place of features it reads samples, float32 from -1 to 1: the graph computes the features.
+    Its input is samples, float32 from -1 to 1, in place of features: the graph computes the features.
 
     Attributes:
-        manifest: that of the exported folder.
-        vocabulary: reads sound files by `samples`, and writes ids as text by `decode`.
+        manifest: the manifest of the exported folder.
+        vocabulary: the vocabulary, which reads sound files (`samples`) and converts ids to text (`decode`).
     """
 
     def __init__(self, manifest: SpeechManifest, vocabulary: Vocabulary, session: "InferenceSession") -> None:
         self.manifest, self.vocabulary, self._session = manifest, vocabulary, session
 
     def __call__(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Log-probabilities of the symbols and, last, of the blank.
+        """Return the log-probabilities of the symbols and, last, of the blank.
 
-        Rows are read one by one without their padding, as if each were alone.
+        Rows are read one by one without their padding, so they do not influence each other.
 
         Args:
             x: samples `[B,n]` fp32.
-            key_padding_mask: `[B,n]` bool, True at padding, which is at the end of each row.
+            key_padding_mask: `[B,n]` bool, True at padding, which must be at the end of each row.
 
         Returns:
-            `[B,T',V+1]` fp32; beyond the frames of a row (see `frames`) it is 0.
+            `[B,T',V+1]` fp32; 0 beyond the frames of a row (see `frames`).
 
         Raises:
-            ValueError: an argument of another shape or type, or a row with too few samples.
+            ValueError: an argument has another shape or dtype, or a row has too few samples.
         """
         counts = self._samples(x, key_padding_mask)
         rows = [self._read(row[:count]) for row, count in zip(x, counts, strict=True)]
@@ -51,7 +51,7 @@ class OnnxTranscriber:
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     def frames(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """How many log-probabilities each row of `x [B,n]` has: `[B]`."""
+        """Return the number of frames of log-probabilities of each row of `x [B,n]`: `[B]`."""
         return torch.tensor([self.manifest.frames(n) for n in self._samples(x, key_padding_mask)])
 
     def _read(self, samples: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def load_transcriber(folder: str | Path, *, threads: int = 1) -> OnnxTranscriber
         threads: threads per operator.
 
     Raises:
-        ValueError: it is not the export of a model of speech, or has a file that does not match its hash.
+        ValueError: the folder is not the export of a model of speech, or a file does not match its hash.
         ImportError: onnxruntime is missing.
     """
     folder = Path(folder)

@@ -1,4 +1,4 @@
-"""Writing a model as ONNX graphs: traced once for any batch and length, then compared with the model."""
+"""Write a model as ONNX graphs, traced once for any batch and length, and compared with the model."""
 
 import re
 from pathlib import Path
@@ -31,11 +31,12 @@ class DisagreementError(RuntimeError):
 def to_onnx(model: Any, *, opset: int, fused: bool = False, probes: bool = False) -> tuple[Recurrence, bytes]:
     """Trace a model; return the recurrence that was traced and the bytes of its graph.
 
-    A graph reads any number of tokens if the mechanisms' parallel forms can be exported, else one.
+    A graph reads any number of tokens per call if the parallel forms of the mechanisms can be exported, else
+    one token.
 
     Raises:
-        UnsupportedError: the model has no recurrent form or is not fp32, the opset cannot be written, or no
-            part of the model is supported by the fused operator.
+        UnsupportedError: the model has no recurrent form or is not in fp32, the opset cannot be written, or
+            the fused operator supports no part of the model.
     """
     check_exportable(model, opset)
     replaced = forms.fused() if fused else forms.portable()
@@ -63,10 +64,10 @@ def to_onnx(model: Any, *, opset: int, fused: bool = False, probes: bool = False
 
 
 def check_exportable(model: nn.Module, opset: int) -> None:
-    """Require an opset that can be written and a model in fp32.
+    """Check that the opset can be written and that the model is in fp32.
 
     Raises:
-        UnsupportedError: they are others.
+        UnsupportedError: the opset or the model is not supported.
     """
     if opset not in OPSETS:
         raise UnsupportedError(f"opset is {opset}, but must be from {OPSETS[0]} to {OPSETS[-1]}")
@@ -93,7 +94,7 @@ def compare(recurrence: Recurrence, session: "InferenceSession") -> None:
     """Run a graph and the model on random tokens, in calls of several sizes.
 
     Raises:
-        DisagreementError: their difference is more than `AGREEMENT` of the largest number compared.
+        DisagreementError: the outputs differ by more than `AGREEMENT` of the largest number compared.
     """
     bound = getattr(recurrence.model.config, "n_positions", None) or 16
     lengths = (1,) * min(4, bound) if recurrence.length == 1 else (min(5, bound), min(3, bound - 5), 1)
@@ -118,7 +119,7 @@ def check_agreement(name: str, found: Tensor, expected: Tensor) -> None:
     """Compare an output of a graph with that of the model.
 
     Raises:
-        DisagreementError: the shapes differ, or the numbers by more than `AGREEMENT` of the largest.
+        DisagreementError: the shapes differ, or the numbers differ by more than `AGREEMENT` of the largest.
     """
     found, y = found.double(), expected.double()
     if found.shape != y.shape:
@@ -137,7 +138,7 @@ def quantized(content: bytes) -> bytes:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     model = onnx.load_from_string(content)
-    del model.graph.value_info[:]  # the quantiser would compare shapes with these, whose axes are dynamic
+    del model.graph.value_info[:]  # the quantiser would compare shapes with these, which have dynamic axes
     with TemporaryDirectory() as folder, quiet():
         path = Path(folder) / "int8.onnx"
         quantize_dynamic(model, path, weight_type=QuantType.QInt8)
@@ -157,10 +158,10 @@ def _trace(recurrence: Recurrence, replaced: forms.Forms, opset: int) -> bytes:
 def translated(
     program: ExportedProgram, replaced: forms.Forms, opset: int, inputs: list[str], outputs: list[str]
 ) -> "ModelProto":
-    """Translate a traced program to ONNX, with the forms `replaced` of our operators.
+    """Translate a traced program to ONNX, with the forms `replaced` of the library's operators.
 
     Raises:
-        UnsupportedError: torch wrote another opset, or operators that are not ONNX's or ONNX Runtime's.
+        UnsupportedError: torch wrote another opset, or operators that neither ONNX nor ONNX Runtime has.
         ImportError: onnx or onnxscript is missing.
     """
     try:
@@ -190,7 +191,7 @@ def translated(
 
 
 def probe_names(recurrence: Recurrence) -> list[str]:
-    """Names of the outputs that hold features of queries."""
+    """Return the names of the outputs that hold features of queries."""
     return [f"layers.{layer}.phi_q" for layer in recurrence.probed]
 
 

@@ -1,8 +1,8 @@
-// Talking with the server: one place for the key, for errors in words, and for streams.
+// Requests to the server, with the key, readable errors and streams.
 
 const KEY = "unrolled:key";
 
-/** An answer that is no success, or none at all. `message` is for the person; `status` is 0 where nothing answered. */
+/** An answer with an error, or no answer. `message` is for the user; `status` is 0 if there was no answer. */
 export class Refusal extends Error {
   constructor(message, status = 0, code = null) {
     super(message);
@@ -14,7 +14,7 @@ let key = null;
 try {
   key = sessionStorage.getItem(KEY);
 } catch {
-  // a browser that keeps nothing: the key lasts as long as the page
+  // the browser stores nothing: the key lasts until the page is closed
 }
 
 export const hasKey = () => key !== null;
@@ -35,7 +35,7 @@ async function refusal(response) {
   return new Refusal(after ? `${message} Try again in ${after} s.` : message, response.status, told?.code ?? null);
 }
 
-/** Send a request; the path is relative, so that the page also works below a prefix. Raises Refusal. */
+/** Send a request; the path is relative, so that the page also works under a prefix. Throws Refusal. */
 export async function ask(path, { method = "GET", json, body, type, signal } = {}) {
   const headers = {};
   if (key) headers.Authorization = `Bearer ${key}`;
@@ -54,7 +54,7 @@ export async function ask(path, { method = "GET", json, body, type, signal } = {
 
 export const askJson = (path, options) => ask(path, options).then((response) => response.json());
 
-/** Yield the chunks of a stream. Raises Refusal where the stream holds an error or ends too soon. */
+/** Yield the chunks of a stream. Throws Refusal if the stream has an error or ends too early. */
 export async function* stream(path, json, signal) {
   const response = await ask(path, { method: "POST", json: { ...json, stream: true }, signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

@@ -1,5 +1,5 @@
-// A conversation in turns. All turns are sent each time: the server finds what it has read already, so that only the new one
-// is read.
+// A conversation in turns. Each request has all turns; the server finds the state after those that it has read already, so
+// it reads only the new turn.
 
 import { Refusal } from "./api.js";
 
@@ -65,7 +65,7 @@ export class ChatView {
     this.field.readOnly = false;
   }
 
-  /** A message that nothing came of goes back into the field. */
+  /** Put a message that got no answer back into the field. */
   restore(base, typed) {
     this.field.value = typed;
   }

@@ -1,4 +1,4 @@
-// What a run costs, while it goes on: speed, the wait for the first token, the size of the state, what was not read again.
+// The costs of a run, while it runs: speed, time to the first token, size of the state, tokens that were not read again.
 
 import { number, seconds, size } from "./words.js";
 
@@ -9,7 +9,7 @@ const put = (id, value, note) => {
   if (note !== undefined) $(`${id}-note`).textContent = note;
 };
 
-/** Bytes of the state of a sequence. */
+/** The number of bytes of the state of a sequence. */
 export const stateBytes = (model, length) => model.state_bytes + model.state_bytes_per_token * length;
 
 export function showSize(model, length, about = "") {
@@ -35,14 +35,14 @@ export class Clock {
     showNothing();
   }
 
-  /** Tell that something has come, with the number of new tokens so far. */
+  /** Note that a chunk has arrived, with the number of new tokens so far. */
   tick(count, about = "") {
     this.last = performance.now();
     if (this.first === null) {
       [this.first, this.already] = [this.last, count];
       put("first", seconds(this.first - this.begun));
     }
-    this.show(count - this.already, this.last - this.first, about); // those of the first block cost the wait for it
+    this.show(count - this.already, this.last - this.first, about); // the tokens of the first block belong to the time before it
   }
 
   show(count, passed, about = "") {
@@ -51,9 +51,9 @@ export class Clock {
     put("rate", `${about}${number(Number(((1e3 * count) / passed).toPrecision(3)))}`);
   }
 
-  /** Tell how many tokens there are in the end, and what the server has counted. */
+  /** Note the final number of tokens, and the counts of the server. */
   end(count, usage) {
-    if (!this.shown && this.first !== null) this.show(count, this.last - this.begun); // all came at once
+    if (!this.shown && this.first !== null) this.show(count, this.last - this.begun); // all tokens came at once
     if (!usage) return;
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
     put("cached", `${number(cached)} of ${number(usage.prompt_tokens)}`, "tokens not read again");

@@ -1,4 +1,4 @@
-// Images: the person draws the upper rows, and several completions come in row by row.
+// Images: the user draws the upper rows, and several completions arrive row by row.
 
 import { stream } from "./api.js";
 import { Clock, showNothing, showSize } from "./figures.js";
@@ -128,7 +128,7 @@ export class Images {
     return made;
   }
 
-  /** Put a completion onto the pad, so that its upper rows can be completed another way. */
+  /** Put a completion on the pad, so that its upper rows can be completed in another way. */
   take({ given, pixels }) {
     const image = [...given, ...pixels];
     this.pad.ink = Float32Array.from({ length: this.pad.ink.length }, (_, i) => (image[i] ?? 0) / (this.model.levels - 1));

@@ -1,9 +1,9 @@
-// The tree as an outline: role=tree, moved in by arrow keys. What follows without a fork stands at one level, so that a long
-// text does not march to the right; the branches of a fork stand one level deeper.
+// The tree as an outline (role=tree) with arrow keys. Pieces that follow each other without a fork have the same level, so that
+// a long text is not indented further and further; the branches of a fork are one level deeper.
 
 import { firstWords, tokens } from "./words.js";
 
-const DEEPEST = 8; // levels that are drawn as indents, so that words keep room
+const DEEPEST = 8; // maximum number of levels of indentation, so that there is room for words
 
 function span(className, text, hidden = false) {
   const made = Object.assign(document.createElement("span"), { className, textContent: text });
@@ -12,21 +12,21 @@ function span(className, text, hidden = false) {
 }
 
 export class Outline {
-  /** `choose(id)` is called when a person chooses a piece. */
+  /** `choose(id)` is called when the user chooses a piece. */
   constructor(list, choose) {
     Object.assign(this, { list, choose, folded: new Set(), rows: [], active: null, typed: "" });
     list.addEventListener("keydown", (event) => this.key(event));
     list.addEventListener("click", (event) => this.click(event));
   }
 
-  /** Lay the rows out: { piece, level, parent (a row), branch, branches, forks, ends (nothing follows), lines (levels with a line). */
+  /** Lay out the rows: { piece, level, parent (a row), branch, branches, forks, ends (nothing follows), lines (levels with a line). */
   layOut(tree) {
     const children = new Map();
     for (const piece of tree.pieces.values()) children.set(piece.parent, [...(children.get(piece.parent) ?? []), piece]);
     const rows = [];
     const beginnings = children.get(null) ?? [];
     const open = beginnings.map((piece, i) => ({ piece, level: 1, parent: null, lines: [], branch: i + 1, branches: beginnings.length })).reverse();
-    while (open.length) { // no recursion: a text may have thousands of pieces
+    while (open.length) { // no recursion, since a text may have thousands of pieces
       const row = open.pop();
       rows.push(row);
       const next = children.get(row.piece.id) ?? [];
@@ -34,7 +34,7 @@ export class Outline {
       row.ends = !next.length || (row.forks && this.folded.has(row.piece.id));
       if (row.forks && this.folded.has(row.piece.id)) continue;
       const place = row.forks ? { level: row.level + 1, parent: row } : { level: row.level, parent: row.parent };
-      const linesOf = (i) => (i < next.length - 1 ? [...row.lines, row.level] : row.lines); // to the branches that come below
+      const linesOf = (i) => (i < next.length - 1 ? [...row.lines, row.level] : row.lines); // to the branches below
       open.push(...next.map((piece, i) => ({ piece, ...place, lines: linesOf(i), branch: i + 1, branches: next.length })).reverse());
     }
     return rows;
@@ -45,7 +45,7 @@ export class Outline {
     const focused = this.list.contains(document.activeElement);
     const path = new Set(tree.path().map((piece) => piece.id));
     this.rows = this.layOut(tree);
-    const places = new Map(); // of a parent -> its rows
+    const places = new Map(); // from a parent to its rows
     this.rows.forEach((row, i) => {
       row.lit = new Set(); // the lines that lead to a branch of the current path further down
       if (!row.parent || row.branches < 2 || !path.has(row.piece.id)) return;
@@ -91,7 +91,7 @@ export class Outline {
     return made;
   }
 
-  /** What tells a piece from its siblings: where they begin alike, what the model wrote. */
+  /** The words that distinguish a piece from its siblings: if they begin alike, what the model wrote. */
   words(piece, row, tree) {
     if (piece.file !== null) return `State from ${piece.file}`;
     if (!piece.typed.trim()) return firstWords(piece.written);
@@ -144,7 +144,7 @@ export class Outline {
     if (to) this.focus(to.piece.id);
   }
 
-  /** The next row whose words begin with what has just been typed. */
+  /** The next row whose words begin with the letters that were just typed. */
   find(letter, at) {
     clearTimeout(this.pause);
     this.pause = setTimeout(() => (this.typed = ""), 700);

@@ -1,4 +1,4 @@
-// The page: which model is in use, the key, errors, and which of the views is shown.
+// The page: the model in use, the key, errors, and the view that is shown.
 
 import { askJson, hasKey, Refusal, setKey } from "./api.js";
 import { ChatView } from "./chat.js";
@@ -13,7 +13,7 @@ const LAST = "unrolled:last";
 let models = [];
 let retry = null;
 
-/** Show an error in words; `act` does once more what failed. */
+/** Show an error in words; `act` repeats the action that failed. */
 function fail(error, act = null) {
   retry = act;
   const known = error instanceof Refusal;
@@ -43,7 +43,7 @@ const views = { text: new TextView(), chat: new ChatView() };
 function again() {
   const act = retry;
   clear();
-  document.querySelector("main").focus(); // what had the focus is hidden now
+  document.querySelector("main").focus(); // the element that had the focus is hidden now
   act?.();
 }
 
@@ -57,7 +57,7 @@ $("key-form").addEventListener("submit", (event) => {
 $("model").addEventListener("change", () => use($("model").value));
 for (const choice of document.querySelectorAll("input[name=view]")) choice.addEventListener("change", () => show(choice.value));
 
-/** What a model is, on one line. */
+/** A description of a model, on one line. */
 function describe(model) {
   const mechanisms = Array.from(new Set(model.mechanisms ?? [])).join(", ");
   const parts = [mechanisms, Number.isFinite(model.parameters) && `${number(model.parameters)} parameters`, model.weights && `weights in ${model.weights}`];
@@ -94,13 +94,13 @@ function open(name) {
   return views[name];
 }
 
-/** The model and the view that were used last: read, or written. */
+/** Read or store the model and the view that were used last. */
 function remember(value) {
   try {
     if (value) localStorage.setItem(LAST, JSON.stringify(value));
     else return JSON.parse(localStorage.getItem(LAST)) ?? {};
   } catch {
-    // a browser that keeps nothing begins with the first model
+    // if the browser stores nothing, the page begins with the first model
   }
   return value ?? {};
 }

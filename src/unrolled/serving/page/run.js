@@ -1,12 +1,12 @@
-// One request that writes: what has come of it so far, and how it ended.
+// One request that generates: its result so far, and how it ended.
 
 import { stream } from "./api.js";
 import { Clock } from "./figures.js";
 
-let perToken = null; // letters of a token, as the last run had them: blocks of tokens come without a count
+let perToken = null; // letters per token in the last run, since blocks of tokens have no count
 
 export class Run {
-  /** `textOf(choice)` is the text that a choice of a chunk holds. */
+  /** `textOf(choice)` is the text in a choice of a chunk. */
   constructor(textOf) {
     Object.assign(this, { textOf, written: "", finish: "broken", state: null, usage: null, failure: null, chunks: 0 });
     this.control = new AbortController();
@@ -16,7 +16,7 @@ export class Run {
     this.control.abort();
   }
 
-  /** Send the request and follow its stream to the end; `changed()` is called for every chunk. Raises nothing. */
+  /** Send the request and follow its stream to the end; `changed()` is called for every chunk. Throws nothing. */
   async follow(path, request, changed) {
     this.clock = new Clock();
     try {
@@ -44,7 +44,7 @@ export class Run {
     if (text || counted) this.clock.tick(this.count, counted ? "" : "≈ ");
   }
 
-  /** Tokens written: as the server has counted them, or else judged by their letters. */
+  /** The number of tokens written: the count of the server, else an estimate from the letters. */
   get count() {
     return this.usage?.completion_tokens ?? Math.max(this.chunks, perToken ? Math.round(this.written.length / perToken) : 0);
   }

@@ -1,4 +1,4 @@
-// How the next tokens are drawn: the fields, and what they put into a request.
+// The sampling settings: the fields of the page, and the fields of a request.
 
 import { Refusal } from "./api.js";
 
@@ -11,13 +11,13 @@ const describe = () => {
   $("temperature-shown").textContent = value ? value.toFixed(2) : "0, the likeliest always";
 };
 
-/** Fill the fields with what was used last, and keep what is changed. */
+/** Fill the fields with the last values, and store changes. */
 export function setUpSettings() {
   try {
     const kept = JSON.parse(localStorage.getItem(KEY)) ?? {};
     for (const name of Object.keys(FIELDS)) if (typeof kept[name] === "string") $(name).value = kept[name];
   } catch {
-    // nothing was kept, or not by this page
+    // nothing was stored, or not by this page
   }
   describe();
   $("settings").addEventListener("input", () => {
@@ -25,12 +25,12 @@ export function setUpSettings() {
     try {
       localStorage.setItem(KEY, JSON.stringify(Object.fromEntries(Object.keys(FIELDS).map((name) => [name, $(name).value]))));
     } catch {
-      // the fields hold until the page is closed
+      // the fields keep their values until the page is closed
     }
   });
 }
 
-/** The fields that a request of a kind, "text" or "image", takes. Raises Refusal for a value out of range. */
+/** The fields for a request of the kind "text" or "image". Throws Refusal if a value is out of range. */
 export function settings(kind) {
   const found = {};
   for (const [name, use] of Object.entries(FIELDS)) {

@@ -1,19 +1,19 @@
-// Where trees are kept between visits: localStorage, bounded in size.
+// Stores trees between visits in localStorage, up to a size.
 
 import { Tree } from "./tree.js";
 
-const MOST = 1.5e6; // characters of a tree; localStorage holds about 5 million in all
+const MOST = 1.5e6; // maximum number of characters of a tree; localStorage holds about 5 million in total
 
-/** The tree that is kept at a place; an empty one where there is none. */
+/** The tree that is stored at a place; an empty tree if there is none. */
 export function load(place) {
   try {
     return Tree.of(localStorage.getItem(place));
   } catch {
-    return new Tree(); // a browser that keeps nothing
+    return new Tree(); // the browser stores nothing
   }
 }
 
-/** Keep a tree. Returns what there is to say about it, or "". */
+/** Store a tree. Returns a message for the user, or "". */
 export function keep(place, tree) {
   const { json, dropped } = tree.save(MOST);
   try {

@@ -1,10 +1,10 @@
-// States as files: safetensors, with what they are in the metadata.
+// States as safetensors files, whose metadata describe the state.
 
 import { ask, Refusal } from "./api.js";
 
-const LONGEST = 100e6; // bytes of a header, as the format has it
+const LONGEST = 100e6; // maximum number of bytes of a header, a limit of the format
 
-/** What a file says about itself: { id, model, length }. Raises Refusal for a file that is no state. */
+/** The metadata of a file: { id, model, length }. Throws Refusal if the file is not a state. */
 async function describe(file) {
   const refused = new Refusal(`${file.name} is not a state: it is not a safetensors file with a state's metadata.`);
   if (file.size < 8) throw refused;
@@ -20,7 +20,7 @@ async function describe(file) {
   return { id: told.id, model: told.model, length: Number(told.length) };
 }
 
-/** Give the server the state in a file; return what it is. Raises Refusal, also for a state of another model. */
+/** Upload the state in a file; return its metadata. Throws Refusal, also for a state of another model. */
 export async function upload(file, model) {
   const state = await describe(file);
   if (state.model !== model.digest) throw new Refusal(`${file.name} is a state of another model than ${model.id}, so this one cannot continue it.`);
@@ -28,10 +28,10 @@ export async function upload(file, model) {
   return state;
 }
 
-/** Save a state as a file of the person. Raises Refusal. */
+/** Download a state as a file. Throws Refusal. */
 export async function download(id, name) {
   const content = await ask(`v1/states/${id}`).then((response) => response.blob());
   const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(content), download: name });
   link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 60e3); // the browser may still be asking where to put it
+  setTimeout(() => URL.revokeObjectURL(link.href), 60e3); // the browser may still be asking where to save it
 }

@@ -1,5 +1,5 @@
-// The text so far, in an area that can be written in. What is added at the end is read after the state there; a change further
-// up begins a branch at the last piece that it leaves as it was.
+// The text so far, in an editable area. Text added at the end is read after the state there; a change further up begins a
+// branch after the last piece that it does not change.
 
 import { Refusal } from "./api.js";
 import { textOf } from "./tree.js";
@@ -29,7 +29,7 @@ export class TextView {
     this.changed();
   }
 
-  /** Paint what stands behind the letters, and say what Continue will do. */
+  /** Paint the tint behind the letters, and say what Continue will do. */
   changed() {
     const { base, typed } = this.draft();
     this.paint([...this.spansOf(base), ["typed", typed]]);
@@ -57,7 +57,7 @@ export class TextView {
     return this.tree.split(this.field.value);
   }
 
-  /** The request that continues a piece: its state, and the text since. Also the piece whose state it is. */
+  /** The request that continues a piece, with a state and the text after it; also returns the piece of this state. */
   order(tree, base, typed) {
     const { owner, text } = tree.source(base);
     return { owner, body: { prompt: text + typed, ...(owner && { state: owner.state }) } };
@@ -82,14 +82,14 @@ export class TextView {
     const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
     this.field.value = this.before + written;
     this.paint([...this.spans, ["written", written]]);
-    if (atEnd) box.scrollTop = box.scrollHeight; // follow, unless the person has scrolled up to read
+    if (atEnd) box.scrollTop = box.scrollHeight; // scroll along, unless the user has scrolled up
   }
 
   end() {
     this.field.readOnly = false;
   }
 
-  /** Show again what was to be read, where nothing came of it. */
+  /** Show the typed text again, after a run without a result. */
   restore(base, typed) {
     this.field.value = this.tree.text(base?.id ?? null) + typed;
     this.changed();
@@ -99,7 +99,7 @@ export class TextView {
     return choice.text ?? "";
   }
 
-  /** Put the caret behind the text. */
+  /** Put the caret after the text. */
   rest() {
     this.field.setSelectionRange(this.field.value.length, this.field.value.length);
     $("editor").scrollTop = $("editor").scrollHeight;

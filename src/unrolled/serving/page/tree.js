@@ -1,9 +1,12 @@
-// The history: a tree of pieces of text. Nothing here knows of the page.
+// The history: a tree of pieces of text. This file does not use the page.
 //
-// A piece is { id, parent, typed, written, tokens, length, state, lost, finish, file, made }: what the person typed and the
-// model wrote after it; how many tokens these are, and all up to its end; the id of the state at its end, or null where the
-// server made none; whether the server has forgotten that state; "stop", "length", "stopped" or "broken"; the name of the
-// file that a piece without a text came from, or null; and when it was made.
+// A piece is { id, parent, typed, written, tokens, length, state, lost, finish, file, made }:
+//   typed, written  the text of the user, and the text of the model after it
+//   tokens, length  the number of tokens of this piece, and of the whole text up to its end
+//   state, lost     the id of the state at its end, or null if there is none; whether the server has dropped the state
+//   finish          "stop", "length", "stopped" or "broken"
+//   file            the name of the file that a piece without a text came from, or null
+//   made            when the piece was made
 
 const makeId = () => Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 
@@ -12,14 +15,14 @@ export const textOf = (piece) => piece.typed + piece.written;
 export class Tree {
   constructor() {
     this.pieces = new Map(); // in the order in which they were made
-    this.current = null; // the id of the piece that is shown, or null: a new text
+    this.current = null; // the id of the piece that is shown, or null for a new text
   }
 
   get now() {
     return this.pieces.get(this.current) ?? null;
   }
 
-  /** Add a piece, make it the current one and return it. A parent that is gone makes it a beginning. */
+  /** Add a piece, make it the current piece and return it. If its parent no longer exists, it begins a text. */
   add(piece) {
     const whole = { typed: "", written: "", tokens: 0, length: 0, state: null, lost: false, finish: "stop", file: null, made: Date.now(), ...piece, id: makeId() };
     if (!this.pieces.has(whole.parent)) whole.parent = null;
@@ -32,7 +35,7 @@ export class Tree {
     return Array.from(this.pieces.values()).filter((piece) => piece.parent === id);
   }
 
-  /** The pieces from the beginning to one of them. */
+  /** The pieces from the beginning of the text to a piece. */
   path(id = this.current) {
     const found = [];
     for (let piece = this.pieces.get(id); piece; piece = this.pieces.get(piece.parent)) found.unshift(piece);
@@ -43,7 +46,7 @@ export class Tree {
     return this.path(id).map(textOf).join("");
   }
 
-  /** The last piece of the current path whose end `text` still contains, and what comes after it. */
+  /** The last piece of the current path that `text` still contains to its end, and the text after it. */
   split(text) {
     const whole = this.text();
     let same = 0;
@@ -58,7 +61,7 @@ export class Tree {
     return { base, typed: text.slice(end) };
   }
 
-  /** Where to read on after a piece: the nearest state, and the text that comes between. The text of a file is unknown. */
+  /** How to continue after a piece: the nearest state before, and the text in between. The text of a file is unknown. */
   source(piece) {
     const path = this.path(piece?.id ?? null);
     let from = path.length - 1;
@@ -66,7 +69,7 @@ export class Tree {
     return { owner: path[from] ?? null, text: path.slice(from + 1).map(textOf).join("") };
   }
 
-  /** Remove a piece and all that follows it; its parent becomes the current one where that was among them. */
+  /** Remove a piece and all pieces after it; if the current piece is removed, the parent becomes current. */
   remove(id) {
     const parent = this.pieces.get(id)?.parent ?? null;
     const gone = [id];
@@ -76,7 +79,7 @@ export class Tree {
     return gone.length;
   }
 
-  /** Write it as JSON of at most `most` characters: the oldest ends that are not on the current path are dropped first. */
+  /** Return the tree as JSON of at most `most` characters; the oldest leaves outside the current path are dropped first. */
   save(most) {
     const write = () => JSON.stringify({ version: 1, current: this.current, pieces: Array.from(this.pieces.values()) });
     let dropped = 0;
@@ -91,7 +94,7 @@ export class Tree {
     }
   }
 
-  /** A tree of what `save` wrote; an empty one for anything else. */
+  /** The tree that `save` wrote; an empty tree for anything else. */
   static of(json) {
     const tree = new Tree();
     try {

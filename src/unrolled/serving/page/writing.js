@@ -13,7 +13,7 @@ const $ = (id) => document.getElementById(id);
 const ENDS = { stop: "The model ended the text.", length: "", stopped: "Stopped.", broken: "What came before is kept." };
 
 export class Writing {
-  /** `fail(error, again)` shows an error; `act` does once more what failed. */
+  /** `fail(error, again)` shows an error; `again` repeats the action that failed. */
   constructor({ fail, clear }) {
     Object.assign(this, { fail, clear, stop: null, rescue: null });
     this.outline = new Outline($("tree"), (id) => this.choose(id));
@@ -27,13 +27,13 @@ export class Writing {
     addEventListener("pagehide", (event) => event.persisted || this.leave());
   }
 
-  /** Keep what has come of a run that the page is left in. */
+  /** Store the result so far if the page is closed during a run. */
   leave() {
     this.rescue?.();
     this.rescue = null;
   }
 
-  /** Run an action; an error is shown, with the action to do again. */
+  /** Run an action; an error is shown, with a button that repeats the action. */
   async guard(act) {
     this.clear();
     try {
@@ -69,7 +69,7 @@ export class Writing {
   reload() {
     const before = this.tree?.current;
     this.tree = load(this.place);
-    if (this.tree.pieces.has(before)) this.tree.current = before; // changed by another tab: stay where this one is
+    if (this.tree.pieces.has(before)) this.tree.current = before; // changed by another tab: stay at the piece of this tab
     if (!this.stop) this.show();
   }
 
@@ -89,7 +89,7 @@ export class Writing {
     this.enable();
   }
 
-  /** Say that the server has forgotten the state that comes next, where it has. */
+  /** Say so if the server has dropped the state that is needed next. */
   showLost() {
     const nearest = this.view.name === "text" ? this.tree.path().findLast((piece) => piece.state) : null;
     this.missing = nearest?.lost ? nearest : null;
@@ -106,7 +106,7 @@ export class Writing {
     const now = this.tree.now;
     const busy = this.stop !== null;
     const off = { again: busy || !now?.written, back: busy || !now, fresh: busy, remove: busy || !now, download: busy || !now?.state, open: busy, reread: busy };
-    for (const [id, disabled] of Object.entries(off)) $(id).setAttribute("aria-disabled", disabled); // which leaves the focus where it is
+    for (const [id, disabled] of Object.entries(off)) $(id).setAttribute("aria-disabled", disabled); // keeps the focus, unlike `disabled`
     for (const id of ["model", "views"]) $(id).disabled = busy;
     if (busy) $("go-label").textContent = "Stop";
     $("go-key").textContent = busy ? "Esc" : "Ctrl + Enter";
@@ -155,7 +155,7 @@ export class Writing {
     return this.run(base, typed);
   }
 
-  /** What the current piece began with, written another way. */
+  /** Let the model write the current piece again, after the same typed text. */
   again() {
     const { now, pieces } = this.tree;
     return this.run(pieces.get(now.parent) ?? null, now.typed);
@@ -180,7 +180,7 @@ export class Writing {
     this.say("Writing.");
     await run.follow(view.path, request, () => (frame ||= requestAnimationFrame(paint)));
     cancelAnimationFrame(frame);
-    if (!this.rescue) return; // the page has been left, and what came is kept
+    if (!this.rescue) return; // the page was closed, and the result so far is stored
     this.rescue = this.stop = null;
     view.end();
     const forgotten = run.failure?.code === "unknown_state" ? this.tree.pieces.get(owner?.id) : null;
@@ -199,7 +199,7 @@ export class Writing {
     this.keep();
   }
 
-  /** Show what a run has left, and say how it ended. */
+  /** Show the result of a run, and how it ended. */
   finish({ finish, state, count, failure }, base, typed, kept) {
     this.show();
     if (!kept) this.view.restore(base, typed);
@@ -214,7 +214,7 @@ export class Writing {
 
   // --- states ----------------------------------------------------------------------------------------------------------
 
-  /** Let the model read the text again whose state is gone, and go on with what that held up. */
+  /** Let the model read a text again whose state is lost, and then repeat the action that needed the state. */
   async reread() {
     const piece = this.missing;
     const control = new AbortController();
@@ -229,10 +229,10 @@ export class Writing {
       if (!state) throw new Refusal("The server read the text, but kept no state.");
       Object.assign(piece, { state, lost: false, length: answer.usage?.prompt_tokens ?? piece.length });
       this.say(`Read ${tokens(piece.length)} again.`);
-      this.view.field.focus(); // the button goes away
+      this.view.field.focus(); // the button disappears
     } catch (error) {
       if (control.signal.aborted) return this.say("Stopped.");
-      if (error.code === "unknown_state") this.tree.path(piece.id)[0].lost = true; // it began with a file
+      if (error.code === "unknown_state") this.tree.path(piece.id)[0].lost = true; // the text began with a file
       throw error;
     } finally {
       this.stop = null;
@@ -260,7 +260,7 @@ export class Writing {
 
   async open() {
     const [file] = $("file").files;
-    $("file").value = ""; // choosing the same file again is a change, too
+    $("file").value = ""; // so that the same file can be chosen again
     if (!file) return;
     this.say(`Opening ${file.name}.`);
     const state = await upload(file, this.model);

@@ -1,6 +1,6 @@
-"""What the server answers, as `/openapi.json` describes it.
+"""The answers of the server, as `/openapi.json` describes them.
 
-The routes answer plain JSON, which is not checked against these; the tests do.
+The routes return plain JSON, which the server does not check against these classes; the tests do.
 """
 
 from typing import Any, Literal
@@ -19,7 +19,7 @@ class Answer(BaseModel):
 class PromptTokensDetails(Answer):
     """How the tokens of the prompt were read."""
 
-    cached_tokens: int = Field(description="tokens that a state held already, so that they were not read")
+    cached_tokens: int = Field(description="tokens that a state held already, so they were not read again")
 
 
 class Usage(Answer):
@@ -32,17 +32,17 @@ class Usage(Answer):
 
 
 class Continued(Answer):
-    """What the answers about texts and images share."""
+    """The fields that answers with text and with images share."""
 
     id: str
     created: int = Field(description="seconds since 1970")
     model: str
     usage: Usage
-    state: str | None = Field(None, description="the id of the state at the end, with keep and one choice")
+    state: str | None = Field(None, description="id of the state at the end, with keep and a single choice")
 
 
 class Logprobs(Answer):
-    """Natural logarithms of probabilities, an entry for each token."""
+    """Natural logarithms of probabilities, with an entry for each token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -76,7 +76,7 @@ class Token(Answer):
 
 
 class ChosenToken(Token):
-    """The token that was drawn, and the most likely ones in its place."""
+    """The token that was drawn, and the most likely tokens in its place."""
 
     top_logprobs: list[Token]
 
@@ -89,7 +89,7 @@ class ChatLogprobs(Answer):
 
 
 class AnswerMessage(Answer):
-    """What the model says."""
+    """The reply of the model."""
 
     role: Literal["assistant"]
     content: str
@@ -97,7 +97,7 @@ class AnswerMessage(Answer):
 
 
 class ChatChoice(Answer):
-    """A reply."""
+    """One of the replies."""
 
     index: int
     message: AnswerMessage
@@ -130,16 +130,16 @@ class ImageCompletion(Continued):
 
 
 class ModelDetails(Answer):
-    """What OpenAI's description of a model does not say."""
+    """Details that are not part of OpenAI's description of a model."""
 
     digest: str
     kind: Literal["text", "image"]
-    shape: list[int] | None = Field(description="height and width of an image, and 3 in colour")
-    levels: int | None = Field(description="of grey")
-    state_bytes: int = Field(description="of a state that has read nothing")
-    state_bytes_per_token: int = Field(description="by which each token makes it larger")
-    max_model_len: int | None = Field(description="the most tokens it can read; null without a limit")
-    chat: bool = Field(description="whether it has a chat template")
+    shape: list[int] | None = Field(description="height and width of an image, then 3 for colour")
+    levels: int | None = Field(description="number of levels of a pixel or colour")
+    state_bytes: int = Field(description="bytes of a state before any token")
+    state_bytes_per_token: int = Field(description="bytes that each token adds to a state")
+    max_model_len: int | None = Field(description="maximum tokens of a sequence; null without a limit")
+    chat: bool = Field(description="whether the model has a chat template")
     mechanisms: list[str] | None
     parameters: int | None
     weights: str | None
@@ -163,11 +163,11 @@ class ModelList(Answer):
 
 
 class StateInfo(Answer):
-    """A state that was taken."""
+    """A state that was uploaded."""
 
     id: str
     object: Literal["state"]
-    length: int = Field(description="tokens that it has read")
+    length: int = Field(description="tokens of the sequence so far")
 
 
 class Session(Answer):
@@ -193,7 +193,7 @@ class Detokenized(Answer):
 
 
 class TokenizerInfo(BaseModel):
-    """What a client wants to know of a tokenizer; its special tokens are further fields."""
+    """The properties of a tokenizer; its special tokens are further fields."""
 
     tokenizer_class: str
     vocab_size: int
@@ -202,18 +202,18 @@ class TokenizerInfo(BaseModel):
 
 
 class Health(Answer):
-    """How the server is."""
+    """The status of the server."""
 
     status: Literal["ok", "ready"]
 
 
 def answers(kind: type[BaseModel], *statuses: int, stream: bool = False) -> dict[int | str, dict[str, Any]]:
-    """Return what a route tells FastAPI of its answers.
+    """Return the description of a route's answers for FastAPI.
 
     Args:
-        kind: of the JSON object.
-        statuses: with which it comes; by default 200.
-        stream: whether a stream of events may come in its place.
+        kind: class of the JSON object.
+        statuses: statuses with which the object is returned; by default 200.
+        stream: whether a stream of events may be returned instead.
     """
     told: dict[str, Any] = {"model": kind} | ({"content": {"text/event-stream": {}}} if stream else {})
     return dict.fromkeys(statuses or (200,), told)

@@ -1,4 +1,4 @@
-"""The body of /v1/chat/completions, and what answers it."""
+"""The body of /v1/chat/completions, and the choices of its response."""
 
 from typing import Any, Literal, Self
 
@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from unrolled.serving.protocol.fields import Body, Logprobs, TextContinuation, neutral
 
 MOST_TOKENS = 1_024
-"""New tokens at most, where the request does not say."""
+"""Maximum number of new tokens if the request does not say."""
 
 
 class Part(Body):
@@ -18,13 +18,13 @@ class Part(Body):
 
 
 class Message(Body):
-    """What was said."""
+    """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part] | None = None
-    name: str | None = Field(None, description="of no effect")
-    refusal: str | None = Field(None, description="of no effect")
-    annotations: list[Any] | None = Field(None, description="of no effect")
+    name: str | None = Field(None, description="has no effect")
+    refusal: str | None = Field(None, description="has no effect")
+    annotations: list[Any] | None = Field(None, description="has no effect")
     tool_calls: list[Any] | None = neutral([])
     function_call: dict[str, Any] | None = neutral({})
     audio: dict[str, Any] | None = neutral({})
@@ -36,7 +36,7 @@ class Message(Body):
         return self
 
     def plain(self) -> dict[str, str]:
-        """Return the message as templates take it."""
+        """Return the message in the form that templates take."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         return {"role": self.role, "content": text}
@@ -49,7 +49,7 @@ class ResponseFormat(Body):
 
 
 class ChatRequest(TextContinuation):
-    """A conversation to continue; with a state, what follows it."""
+    """A conversation to continue; with a state, only the messages that follow it."""
 
     messages: list[Message]
     logprobs: bool | None = None
@@ -80,6 +80,6 @@ def choice(
     *,
     field: Literal["message", "delta"],
 ) -> dict[str, Any]:
-    """Return one choice, of a response or of a chunk."""
+    """Return one choice of a response or of a chunk."""
     found = {"index": index, field: message, "logprobs": logprobs, "finish_reason": finish}
     return found if state is None else found | {"state": state}

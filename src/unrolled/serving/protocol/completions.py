@@ -1,4 +1,4 @@
-"""The body of /v1/completions, and what answers it."""
+"""The body of /v1/completions, and the choices of its response."""
 
 from typing import Any, Self
 
@@ -28,7 +28,7 @@ class CompletionRequest(TextContinuation):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts one by one, each a text or ids."""
+        """The list of prompts, each a text or a list of ids."""
         given = self.prompt
         if given is None or isinstance(given, str):
             return [given or ""]
@@ -40,6 +40,6 @@ class CompletionRequest(TextContinuation):
 def choice(
     index: int, text: str, logprobs: dict[str, Any] | None, finish: str | None, state: str | None
 ) -> dict[str, Any]:
-    """Return one choice, of a response or of a chunk."""
+    """Return one choice of a response or of a chunk."""
     found: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
     return found if state is None else found | {"state": state}

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them."""
+"""Errors in the form that OpenAI's clients read."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,18 +13,18 @@ WANTED = {
     "stop": "a text of 1 to 1,000 characters, or a list of up to 16",
     "content": "a text, or a list of parts of the type text",
 }
-"""What fields want that take values of several types."""
+"""What the fields accept that take values of several types."""
 
 
 class ApiError(HTTPException):
-    """An error that a client is told.
+    """An error that is reported to a client.
 
     Args:
-        status_code: of HTTP.
+        status_code: status of the HTTP response.
         message: one sentence.
         param: the field or header that is wrong.
-        code: for programs, such as `context_length_exceeded`.
-        headers: of the response.
+        code: code of the error for programs, such as `context_length_exceeded`.
+        headers: headers of the response.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class ApiError(HTTPException):
         return error_body(self.status_code, str(self.detail), self.param, self.code)
 
     def response(self) -> JSONResponse:
-        """Return the response that tells it."""
+        """Return the response with this error."""
         return JSONResponse(self.body(), self.status_code, self.headers)
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return the error of a wrong request."""
+    """Return the error for an invalid request."""
     return ApiError(400, message, param=param, code=code)
 
 
@@ -63,7 +63,7 @@ def error_body(
 
 
 def of_engine(error: Exception) -> ApiError:
-    """Return what a client is told of an error of the engine."""
+    """Return the error for the client that stands for an error of the engine."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, BusyError):
@@ -82,7 +82,7 @@ def of_engine(error: Exception) -> ApiError:
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Return what a client is told of a body, or of parameters, that do not fit."""
+    """Return the error for the client that stands for an invalid body or parameter."""
     first = errors[0]
     place = [str(x) for x in first["loc"][1:]]
     if first["type"] == "json_invalid":
@@ -107,5 +107,5 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _plain(text: str | None) -> str | None:
-    """Replace what is not Unicode, as the JSON of a client may hold."""
+    """Replace surrogates, which the JSON of a client may hold."""
     return None if text is None else text.encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""The fields of a request that all ways to continue a sequence share."""
+"""The fields that all requests to continue a sequence share."""
 
 from typing import Annotated, Any, Self
 
@@ -7,9 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints,
 from unrolled.decode.request import Sampling
 
 MOST_TOKENS = 1_000_000
-"""New tokens of one continuation at most."""
+"""Maximum number of new tokens of one continuation."""
 MOST_ROWS = 2_048
-"""Continuations of one request at most."""
+"""Maximum number of continuations of one request."""
 
 StateId = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 Tokens = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
@@ -20,13 +20,13 @@ Stops = StopText | Annotated[list[StopText], Field(max_length=16)]
 
 
 def neutral(value: int | str | list[JsonValue] | dict[str, JsonValue]) -> Any:
-    """Return the default of a field that nothing here honours: it may be left out, null or this value."""
+    """Return the default of a field that is not supported: it may only be left out, null or this value."""
     described = f"must be left out or {value!r}"
     return Field(None, description=described, json_schema_extra={"enum": [value, None]})
 
 
 class Body(BaseModel):
-    """A body of a request: unknown fields and wrong types are refused."""
+    """The body of a request. Unknown fields and wrong types are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -41,7 +41,7 @@ class Body(BaseModel):
 
 
 class Continuation(Body):
-    """What is common to texts and images. A field that is null has its default."""
+    """The fields that texts and images share. A field that is null has its default."""
 
     model: str
     n: Count | None = Field(None, description="continuations of each prompt; by default 1")
@@ -51,7 +51,7 @@ class Continuation(Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
     state: StateId | None = Field(None, description="the id of a state to continue")
-    keep: bool | None = Field(None, description="keep the state at the end, and tell its id")
+    keep: bool | None = Field(None, description="keep the state at the end, and return its id")
 
     def sampling(self) -> Sampling:
         """Return how tokens are drawn."""
@@ -61,12 +61,12 @@ class Continuation(Body):
 class StreamOptions(Body):
     """Options of a stream."""
 
-    include_usage: bool | None = Field(None, description="end with a chunk that tells the usage")
-    continuous_usage_stats: bool | None = Field(None, description="tell it in every chunk, as vLLM does")
+    include_usage: bool | None = Field(None, description="end with a chunk that has the usage")
+    continuous_usage_stats: bool | None = Field(None, description="have the usage in every chunk, as in vLLM")
 
 
 class TextContinuation(Continuation):
-    """What is common to completions and chat."""
+    """The fields that completions and chat share."""
 
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
@@ -78,12 +78,12 @@ class TextContinuation(Continuation):
     frequency_penalty: float | None = neutral(0)
     presence_penalty: float | None = neutral(0)
     logit_bias: dict[str, float] | None = neutral({})
-    user: str | None = Field(None, description="of no effect")
-    metadata: dict[str, Any] | None = Field(None, description="of no effect")
-    store: bool | None = Field(None, description="of no effect")
-    service_tier: str | None = Field(None, description="of no effect")
-    safety_identifier: str | None = Field(None, description="of no effect")
-    prompt_cache_key: str | None = Field(None, description="of no effect")
+    user: str | None = Field(None, description="has no effect")
+    metadata: dict[str, Any] | None = Field(None, description="has no effect")
+    store: bool | None = Field(None, description="has no effect")
+    service_tier: str | None = Field(None, description="has no effect")
+    safety_identifier: str | None = Field(None, description="has no effect")
+    prompt_cache_key: str | None = Field(None, description="has no effect")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -97,7 +97,7 @@ class TextContinuation(Continuation):
 
     @property
     def limit(self) -> int | None:
-        """The most new tokens that were asked for."""
+        """The maximum number of new tokens that was asked for."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     @property
@@ -107,12 +107,12 @@ class TextContinuation(Continuation):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk tells the usage so far."""
+        """Whether every chunk has the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk that tells the usage."""
+        """Whether a stream ends with a chunk that has the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self) -> Sampling:

@@ -8,13 +8,13 @@ from unrolled.serving.protocol.fields import Continuation
 
 
 class ImageRequest(Continuation):
-    """The beginning of an image, to be drawn to its end."""
+    """The beginning of an image, whose rest is to be drawn."""
 
     pixels: list[int] | None = Field(
-        None, description="the first levels, row by row, of a colour red, green and blue; by default none"
+        None, description="the first levels, row by row; red, green and blue for a colour; by default none"
     )
     rows: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
-        None, description="rows to draw; by default to the end"
+        None, description="number of rows to draw; by default all that are left"
     )
     response_format: Literal["pixels", "b64_png"] | None = None
 

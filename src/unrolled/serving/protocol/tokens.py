@@ -1,10 +1,10 @@
-"""The bodies of /tokenize and /detokenize, as vLLM has them."""
+"""The bodies of /tokenize and /detokenize, in the form of vLLM."""
 
 from unrolled.serving.protocol.fields import Body
 
 
 class TokenizeRequest(Body):
-    """A text; without a model, for the first one."""
+    """A text to encode, by default with the first model."""
 
     model: str | None = None
     prompt: str
@@ -13,7 +13,7 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
-    """Token ids; without a model, of the first one."""
+    """Token ids to decode, by default with the first model."""
 
     model: str | None = None
     tokens: list[int]

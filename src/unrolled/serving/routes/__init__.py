@@ -1,1 +1,1 @@
-"""The routes, one file for each group of addresses."""
+"""The routes, with one file for each group of paths."""

@@ -23,7 +23,7 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions", responses=answers(ChatCompletion, stream=True))
 async def chat(body: ChatRequest, request: Request) -> Response:
-    """Answer in a conversation; with a state, the messages are those that follow it."""
+    """Answer in a conversation; with a state, only the messages that follow it are given."""
     served = service_of(request).model(body.model)
     if served.text is None or served.text.chat_template is None:
         raise invalid(
@@ -49,7 +49,7 @@ async def chat(body: ChatRequest, request: Request) -> Response:
 def _rendered(text: Text, body: ChatRequest) -> str:
     special = dict(text.special_tokens)
     if body.state is not None:
-        special |= {"bos_token": ""}  # the state has read it
+        special |= {"bos_token": ""}  # the state has read this token
     try:
         return render(text.chat_template or "", [x.plain() for x in body.messages], special)
     except ValueError as error:
@@ -57,7 +57,7 @@ def _rendered(text: Text, body: ChatRequest) -> str:
 
 
 class _Answer:
-    """One request: its parts as chunks, or the whole."""
+    """The answer to one request, as chunks or as a whole."""
 
     def __init__(self, model: str, body: ChatRequest, continuing: Continuing) -> None:
         self._body, self._continuing = body, continuing

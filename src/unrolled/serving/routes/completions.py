@@ -54,7 +54,7 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
 
 
 class _Completion:
-    """One request: its parts as chunks, or the whole."""
+    """The answer to one request, as chunks or as a whole."""
 
     def __init__(
         self, served: Served, body: CompletionRequest, prompts: list[list[int]], continuing: Continuing
@@ -102,7 +102,7 @@ class _Completion:
             yield self._about | {"choices": [], "usage": self._continuing.runs.usage()}
 
     async def _parts(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the choices with what is new in each."""
+        """Yield choices, each with the new part of one continuation."""
         async for piece in self._continuing.pieces():
             if piece.prompted is None:
                 logprobs = None

@@ -1,4 +1,4 @@
-"""What completions and chat share: from a request and its prompts to running jobs."""
+"""Code that completions and chat share, from a request and its prompts to running jobs."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,14 +19,14 @@ from unrolled.serving.service import service_of
 from unrolled.serving.stops import Watch
 from unrolled.serving.text import Text
 
-LONG = 10_000  # characters that take long enough to encode that others should not wait
+LONG = 10_000  # characters; a longer text is encoded in a thread, so that other requests do not wait
 
 
 async def encode(text: Text, given: str, param: str) -> list[int]:
     """Return the ids of a text.
 
     Raises:
-        ApiError: it has a character outside the vocabulary.
+        ApiError: the text has a character outside the vocabulary.
     """
     try:
         return await asyncio.to_thread(text.encode, given) if len(given) > LONG else text.encode(given)
@@ -35,10 +35,10 @@ async def encode(text: Text, given: str, param: str) -> list[int]:
 
 
 def check_ids(ids: list[int], vocab_size: int, param: str) -> list[int]:
-    """Return ids that are all of the vocabulary.
+    """Return `ids` if all of them are in the vocabulary.
 
     Raises:
-        ApiError: one is not.
+        ApiError: an id is not in the vocabulary.
     """
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(x for x in ids if not 0 <= x < vocab_size)
@@ -49,16 +49,16 @@ def check_ids(ids: list[int], vocab_size: int, param: str) -> list[int]:
 
 @dataclass
 class Piece:
-    """What is new in one continuation.
+    """The news of one continuation.
 
     Attributes:
-        index: its number.
-        text: that is now certain.
-        tokens: the new ones; those of the prompt are told by `prompted`.
-        logprobs: of each, None if they were not asked for.
-        finish: why it ended; None if it goes on.
-        state: the id of its state at the end.
-        prompted: that the prompt was read, the first news of all.
+        index: number of the continuation.
+        text: text that is now certain.
+        tokens: the new tokens.
+        logprobs: log probabilities of each token; None if they were not asked for.
+        finish: why the continuation ended; None if it has not ended.
+        state: id of the state at the end, if it is kept.
+        prompted: the event that the prompt was read, in the first piece of a continuation; else None.
     """
 
     index: int
@@ -74,7 +74,7 @@ class Continuing:
     """The running jobs of a request for text.
 
     Attributes:
-        text: what the ids mean.
+        text: decodes the ids.
         runs: the jobs.
     """
 
@@ -99,15 +99,15 @@ class Continuing:
         """Submit the jobs.
 
         Args:
-            request: of the client.
+            request: the HTTP request.
             served: the model.
-            text: what its ids mean.
-            body: the request.
-            prompts: ids of each, without a start symbol.
-            param: the field that holds them.
-            default: new tokens at most, where the request does not say.
-            logprobs: number of most likely tokens to tell with each.
-            prompt_logprobs: whether to tell log p of the prompts, too.
+            text: encodes and decodes its ids.
+            body: the body of the request.
+            prompts: the ids of each prompt, without a start symbol.
+            param: name of the field that holds the prompts.
+            default: maximum number of new tokens if the request does not say.
+            logprobs: number of most likely tokens to report with each token; None reports nothing.
+            prompt_logprobs: whether to report log probabilities of the prompts too.
 
         Raises:
             ApiError: the request does not fit the model, or the engine refuses it.
@@ -142,9 +142,9 @@ class Continuing:
         return cls(text, Runs(service, served, prompts, asked, record_of(request)), body)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield what is new in each continuation, block by block; the last of each has a finish reason.
+        """Yield the news of each continuation, block by block; its last piece has a finish reason.
 
-        Where states are kept, it comes once they are stored.
+        If states are kept, the last piece comes once they are stored.
 
         Raises:
             ApiError: as `Runs.events`.
@@ -165,17 +165,17 @@ class Continuing:
             elif isinstance(event, Finished):
                 for i, state in enumerate(await self.runs.kept(event)):
                     index = number * n + i
-                    piece = last.get(index) or Piece(index, finish="length")  # nothing was to be drawn
+                    piece = last.get(index) or Piece(index, finish="length")  # the limit was 0
                     piece.state = state
                     if keeps or index not in last:
                         yield piece
 
     @property
     def usage_so_far(self) -> dict[str, Any]:
-        """The usage as a field of a chunk, where every chunk is to tell it."""
+        """The usage as a field of a chunk, if the client wants it in every chunk."""
         return {"usage": self.runs.usage()} if self._tells_usage else {}
 
     @property
     def alone(self) -> bool:
-        """Whether there is one continuation, whose state stands at the top of the response."""
+        """Whether there is only one continuation, whose state is then at the top level of the response."""
         return self.runs.count == 1

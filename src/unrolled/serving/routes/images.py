@@ -58,7 +58,7 @@ async def complete_image(body: ImageRequest, request: Request) -> Response:
 
 
 def _left(shape: tuple[int, ...], known: int, rows: int | None) -> int:
-    """Return the number of levels to draw: to the end of so many rows, or of the image."""
+    """Return the number of levels to draw, to the end of `rows` rows or of the image."""
     row, whole = math.prod(shape[1:]), math.prod(shape)
     left = whole - known
     if left < 1:
@@ -72,7 +72,7 @@ def _left(shape: tuple[int, ...], known: int, rows: int | None) -> int:
 
 
 class _Drawing:
-    """One request: its parts as chunks, or the whole."""
+    """The answer to one request, as chunks or as a whole."""
 
     def __init__(self, served: Served, body: ImageRequest, pixels: list[int], runs: Runs) -> None:
         self._served, self._body, self._pixels, self._runs = served, body, pixels, runs
@@ -99,7 +99,7 @@ class _Drawing:
         return about | {"data": data, "usage": self._runs.usage()} | top
 
     async def chunks(self) -> Chunks:
-        """Yield the chunks of a stream; the last tell the states and the usage."""
+        """Yield the chunks of a stream; the last ones have the states and the usage."""
         about = {**self._about, "object": "image.completion.chunk"}
         async for _, event in self._runs.events():
             if isinstance(event, Drawn) and event.tokens:

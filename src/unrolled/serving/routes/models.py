@@ -1,4 +1,4 @@
-"""/v1/models: what is served."""
+"""/v1/models: the models that are served."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from unrolled.serving.protocol.answers import Model, ModelList, answers
 from unrolled.serving.service import service_of
 
 router = APIRouter()
-MANY = 1_024  # tokens over which the growth of a state is taken
+MANY = 1_024  # tokens over which the growth of a state is averaged
 
 
 @router.get("/v1/models", responses=answers(ModelList))
@@ -27,7 +27,7 @@ async def model(id: str, request: Request) -> Response:
 
 
 def described(served: Served) -> dict[str, Any]:
-    """Return OpenAI's description of a model, and ours in the field "unrolled"."""
+    """Return OpenAI's description of a model, with further details in the field "unrolled"."""
     empty, many = served.engine.state_bytes(0), min(MANY, served.n_positions or MANY)
     text = served.text
     return {
@@ -39,7 +39,7 @@ def described(served: Served) -> dict[str, Any]:
             "digest": served.digest,
             "kind": "text" if served.shape is None else "image",
             "shape": served.shape,
-            "levels": None if served.shape is None else served.vocab_size,  # of grey, or of a colour
+            "levels": None if served.shape is None else served.vocab_size,  # of a pixel, or of a colour
             "state_bytes": empty,
             "state_bytes_per_token": (served.engine.state_bytes(many) - empty) // many,
             "max_model_len": served.n_positions,

@@ -1,4 +1,4 @@
-"""/health, /ready and /metrics: for those who run the server."""
+"""/health, /ready and /metrics, for the operators of the server."""
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -13,7 +13,7 @@ FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 
 @router.get("/health", responses=answers(Health))
 async def health(request: Request) -> Response:
-    """Say whether the engines run: if one does not, the process has to be started again."""
+    """Report whether the engines run; if one has ended, the process must be restarted."""
     stopped = [served.name for served in service_of(request).models.values() if not served.engine.alive]
     if stopped:
         raise ApiError(503, f"the engine of {', '.join(stopped)} does not run", code="stopped")
@@ -22,7 +22,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready", responses=answers(Health))
 async def ready(request: Request) -> Response:
-    """Say whether requests are taken: not while the server stops."""
+    """Report whether the server accepts requests, which it does not while it stops."""
     if not service_of(request).ready:
         raise ApiError(503, "the server is stopping", code="stopping")
     return JSONResponse({"status": "ready"})
@@ -30,5 +30,5 @@ async def ready(request: Request) -> Response:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Return the figures of the server, in the format of Prometheus."""
+    """Return the metrics of the server, in the format of Prometheus."""
     return Response(service_of(request).metrics.text(), media_type=FORMAT)

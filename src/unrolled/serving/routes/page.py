@@ -32,7 +32,7 @@ def add_page(app: FastAPI) -> None:
 
 
 class _Files(StaticFiles):
-    """Files with headers that let the page load nothing from elsewhere."""
+    """Files with headers that forbid the page to load anything from other servers."""
 
     def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
         found = page_files().get(path)

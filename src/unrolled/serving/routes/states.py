@@ -30,7 +30,7 @@ async def download(id: Id, request: Request) -> Response:
 
 @router.put("/v1/states/{id}", status_code=201, responses=answers(StateInfo, 200, 201))
 async def upload(id: Id, request: Request) -> Response:
-    """Take a state; 201 if it is new, 200 if it was there."""
+    """Store a state; the status is 201 if it is new, and 200 if it was there already."""
     service, content = service_of(request), await request.body()
     try:
         snapshot = await asyncio.to_thread(Snapshot.of_bytes, content, id)
@@ -49,7 +49,7 @@ async def upload(id: Id, request: Request) -> Response:
 
 @router.delete("/v1/states/{id}", response_class=Response, status_code=204)
 async def delete(id: Id, request: Request) -> Response:
-    """Drop a state."""
+    """Delete a state."""
     if not await service_of(request).stored(service_of(request).states.delete, id):
         raise ApiError(404, f"there is no state {id}", param="id", code="unknown_state")
     return Response(status_code=204)
@@ -72,7 +72,7 @@ async def move(
     if_match: Annotated[str | None, Header()] = None,
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Response:
-    """Point a session to another state, if nobody has done so since."""
+    """Point a session to another state, unless another client has moved it in the meantime."""
     if if_none_match is not None and if_none_match.strip() != "*":
         raise invalid("the header If-None-Match must be *, for a session that is new", "If-None-Match")
     if if_none_match is None and if_match is None:
@@ -89,7 +89,7 @@ async def move(
 
 @router.delete("/v1/sessions/{name}", response_class=Response, status_code=204)
 async def forget(name: Name, request: Request, if_match: Annotated[str | None, Header()] = None) -> Response:
-    """Drop a session, if nobody has moved it since; its states stay."""
+    """Delete a session, unless another client has moved it in the meantime; its states stay."""
     if if_match is None:
         raise ApiError(428, 'a session is dropped with If-Match: "ID of its state"', param="If-Match")
     await _swap(request, name, _tag(if_match), None)
@@ -97,7 +97,7 @@ async def forget(name: Name, request: Request, if_match: Annotated[str | None, H
 
 
 def _check(snapshot: Snapshot, served: Served) -> None:
-    """Refuse a state that names a model, but is not one that the model could have made."""
+    """Refuse a state that has the digest of a model, but cannot be a state of this model."""
     if not snapshot.pending < served.vocab_size + int(served.start_token):
         raise invalid(
             f"the last token of the state is {snapshot.pending}, but the model has {served.vocab_size}",

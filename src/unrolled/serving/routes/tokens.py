@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /tokenizer_info: a client needs no tokenizer of its own."""
+"""/tokenize, /detokenize and /tokenizer_info, so that a client needs no tokenizer of its own."""
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -36,7 +36,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 
 @router.get("/tokenizer_info", responses=answers(TokenizerInfo))
 async def tokenizer_info(request: Request, model: str | None = None) -> Response:
-    """Return what a client wants to know of a tokenizer: its special tokens and its chat template."""
+    """Return the properties of a tokenizer, such as its special tokens and its chat template."""
     served = service_of(request).model(model)
     text = _text(served)
     return JSONResponse(

@@ -1,28 +1,28 @@
-"""Where the states of sequences live: values by their ids, and sessions: names that point to ids."""
+"""Stores for the states of sequences: values by ids, and sessions, which are names that point to ids."""
 
 from pathlib import Path
 from typing import Protocol
 
 
 class Store(Protocol):
-    """Values by key, and sessions that point to keys. Any number of threads may use one.
+    """Values by key, and sessions that point to keys. Any number of threads may use a store.
 
     A key is 64 hex digits in lower case. The name of a session is 1 to 512 bytes of text. All methods raise
-    ValueError for others, and OSError if the store cannot be reached, read or written.
+    ValueError for any other key or name, and OSError if the store cannot be reached, read or written.
     """
 
     def get(self, key: str) -> bytes | None:
         """Return a value, or None if there is none. Reading counts as use."""
 
     def put(self, key: str, value: bytes) -> None:
-        """Keep a value, in place of an older one. It is there whole when this returns.
+        """Keep a value, in place of an older one. The value is stored when this method returns.
 
         Raises:
-            ValueError: the value is larger than all that the store keeps.
+            ValueError: the value is larger than the limit of the store.
         """
 
     def touch(self, key: str) -> bool:
-        """Return whether there is a value, without reading it. This counts as use."""
+        """Return whether there is a value, without reading the value. This counts as use."""
 
     def delete(self, key: str) -> bool:
         """Delete a value and return whether there was one. Sessions that point to it are left as they are."""
@@ -33,12 +33,12 @@ class Store(Protocol):
     def swap(self, name: str, expected: str | None, new: str | None) -> bool:
         """Point a session to `new` if it points to `expected`, and return whether it did.
 
-        None stands for no session: it is made where `expected` is None, and ended where `new` is None. It is
-        not asked whether there is a value for `new`.
+        None stands for no session: the session is made if `expected` is None, and ended if `new` is None. The
+        method does not check whether there is a value for `new`.
         """
 
     def close(self) -> None:
-        """Give back connections and files. Nothing else may be called afterwards."""
+        """Close connections and files. No other method may be called afterwards."""
 
 
 def open_store(url: str, *, most_bytes: int | None = None, seconds: float | None = None) -> Store:
@@ -48,11 +48,13 @@ def open_store(url: str, *, most_bytes: int | None = None, seconds: float | None
         url: "memory:", which ends with the process; the path of a SQLite file, or "sqlite:PATH";
             "s3://BUCKET/PREFIX" or "gs://BUCKET/PREFIX", with credentials from the environment;
             "file:///FOLDER"; or "redis://HOST:PORT/DB" (with TLS: "rediss://").
-        most_bytes: above it, the least recently used values are dropped, in memory and SQLite; None: never.
-        seconds: a value that is not used for so long is dropped, in these and in Redis; None: never.
+        most_bytes: maximum number of bytes of all values; beyond it, the least recently used values are
+            dropped. For stores in memory and SQLite; None is no limit.
+        seconds: a value that is not used for this time is dropped. For stores in memory, SQLite and Redis;
+            None is no limit.
 
     Raises:
-        ValueError: the address, `most_bytes` or `seconds` is wrong, or the file is no store.
+        ValueError: the address, `most_bytes` or `seconds` is wrong, or the file is not a store.
         OSError: the store cannot be reached, read or written.
         ImportError: the store needs a library that is missing.
     """

@@ -1,4 +1,4 @@
-"""Checks of what the methods of every store are given."""
+"""Checks of the arguments that the methods of all stores share."""
 
 import re
 
@@ -23,7 +23,7 @@ def check_name(name: str) -> None:
 
 
 def check_swap(name: str, expected: str | None, new: str | None) -> None:
-    """Check what `Store.swap` is given."""
+    """Check the arguments of `Store.swap`."""
     check_name(name)
     for key in (expected, new):
         if key is not None:
@@ -31,6 +31,6 @@ def check_swap(name: str, expected: str | None, new: str | None) -> None:
 
 
 def check_size(value: bytes, most_bytes: int) -> None:
-    """Check that a store keeps a value of this size at all."""
+    """Check that a value is not larger than the limit of a store."""
     if len(value) > most_bytes:
         raise ValueError(f"the state has {len(value):,} bytes, but the store keeps {most_bytes:,} at most")

@@ -1,4 +1,4 @@
-"""States in the memory of this process, and gone with it."""
+"""States in the memory of this process, which are lost when it ends."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ from unrolled.serving.store.checks import check_key, check_name, check_size, che
 
 
 class MemoryStore:
-    """A store in memory, with the limits of `open_store`. For its methods see `Store`.
+    """A store in memory, with the limits of `open_store`. For its methods, see `Store`.
 
     Args:
         most_bytes, seconds: as in `open_store`.
@@ -77,7 +77,7 @@ class MemoryStore:
         """See `Store.close`."""
 
     def _use(self, key: str) -> bool:
-        """Return whether there is a value, and note that it was used now."""
+        """Return whether there is a value, and note that it is used now."""
         if key not in self._values or self._too_old(key):
             return False
         self._values.move_to_end(key)

@@ -1,8 +1,8 @@
 """States as objects in a bucket of S3 or Google Cloud Storage, or as files in a folder.
 
 A value is at `states/ab/abcdef...`. A session is at `sessions/<SHA-256 of its name>`, as JSON with "name" and
-"state"; "state" is null after the session was ended, because objects are written conditionally but cannot be
-deleted so. How long values are kept is for a lifecycle rule of the bucket to say.
+"state". After the session was ended, "state" is null, because objects can be written conditionally but not
+deleted conditionally. A lifecycle rule of the bucket decides how long values are kept.
 """
 
 import hashlib
@@ -20,19 +20,19 @@ RETRIES = {"max_retries": 3, "retry_timeout": timedelta(seconds=20)}
 
 
 class _Session(NamedTuple):
-    """A session as it was read: where it points, and which version of the object says so."""
+    """A session as it was read: the state that it points to, and the version of the object."""
 
     state: str | None
     version: dict[str, Any] | None  # None: there is no object
 
 
 class ObjectStore:
-    """A store of objects. For its methods see `Store`.
+    """A store of objects. For its methods, see `Store`.
 
-    A folder of files has no conditional update: sessions can be made there, but neither moved nor ended.
+    A folder of files has no conditional updates: sessions can be made there, but neither moved nor ended.
 
     Args:
-        url: "s3://BUCKET/PREFIX", "gs://BUCKET/PREFIX" or "file:///FOLDER", which is made if needed.
+        url: "s3://BUCKET/PREFIX", "gs://BUCKET/PREFIX" or "file:///FOLDER"; a folder is made if needed.
 
     Raises:
         ValueError: the address is wrong.
@@ -51,7 +51,7 @@ class ObjectStore:
         with self._errors():
             options: dict[str, Any] = {"retry_config": RETRIES}
             self._store: Any = from_url(url, **({"mkdir": True} if url.startswith("file:") else options))
-            self._read("states/none")  # says at once whether the address and the credentials are right
+            self._read("states/none")  # fails at once if the address or the credentials are wrong
 
     def get(self, key: str) -> bytes | None:
         """See `Store.get`."""

@@ -1,7 +1,7 @@
 """States in Redis, for sessions that many machines share.
 
-A value is at `unrolled:state:ID`, a session at `unrolled:session:SHA256` of its name. What a restart of Redis
-leaves, and what is dropped when memory is short, is for its own settings to say (`appendonly`, `maxmemory`).
+A value is at `unrolled:state:ID`, and a session at `unrolled:session:` and the SHA-256 of its name. Settings
+of Redis decide what survives a restart (`appendonly`) and what is dropped when memory is short (`maxmemory`).
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from unrolled.serving.store.checks import check_key, check_name, check_size, che
 
 TIMEOUT = 10.0  # seconds
 LARGEST = 512 * 2**20  # bytes of a value in Redis
-# KEYS: the session. ARGV: the key that it must point to, the new one, its time to live in ms; "" is none.
+# KEYS: the session. ARGV: the key that it must point to, the new key, its time to live in ms; "" is none.
 SWAP = """
 if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
 if ARGV[2] == '' then redis.call('DEL', KEYS[1])
@@ -26,11 +26,11 @@ return 1
 
 
 class RedisStore:
-    """A store in Redis. For its methods see `Store`.
+    """A store in Redis. For its methods, see `Store`.
 
     Args:
-        url: "redis://HOST:PORT/DB", with "USER:PASSWORD@" before the host where it asks for them.
-        seconds: as in `open_store`; a session that is not used for so long is dropped as well.
+        url: "redis://HOST:PORT/DB", with "USER:PASSWORD@" before the host if Redis requires them.
+        seconds: as in `open_store`; a session that is not used for this time is dropped too.
 
     Raises:
         ValueError: the address is wrong.
@@ -54,7 +54,7 @@ class RedisStore:
                 url,
                 socket_timeout=TIMEOUT,
                 socket_connect_timeout=TIMEOUT,
-                retry=Retry(NoBackoff(), 0),  # a swap that was done must not be tried again, and fail
+                retry=Retry(NoBackoff(), 0),  # a swap that was done would fail if it were repeated
             )
         except ValueError as error:
             raise ValueError(f"a store in Redis is redis://HOST:PORT/DB: {error}") from error

@@ -1,7 +1,7 @@
 """States in a SQLite file, which any number of processes of one machine may use at once.
 
-A process that is killed loses nothing that `put` returned for. A power cut may lose the last commits, never
-more: SQLite writes ahead (WAL) and waits for the disk at its checkpoints only (`synchronous = NORMAL`).
+A process that is killed loses no value whose `put` has returned. A power cut can lose only the last commits:
+SQLite writes ahead (WAL), and waits for the disk only at its checkpoints (`synchronous = NORMAL`).
 """
 
 import sqlite3
@@ -13,15 +13,15 @@ from pathlib import Path
 
 from unrolled.serving.store.checks import check_key, check_name, check_size, check_swap
 
-APPLICATION = 0x756E726C  # "unrl": marks the file as ours
+APPLICATION = 0x756E726C  # "unrl": marks the file as a store of this library
 VERSION = 1
 WAIT = 10.0  # seconds for other processes that write
-LARGEST = 10**9 - 1000  # bytes of a value: SQLite's limit of a row is 10^9
-WAL_LEFT = 64 * 2**20  # bytes of the file beside it that stay after a larger write
-STALE = 60.0  # seconds: reading a value notes its use only if the last note is older
-MOST_DROPPED = 64  # rows in one `put`, so that none takes long
+LARGEST = 10**9 - 1000  # maximum number of bytes of a value: the limit of a row in SQLite is 10^9
+WAL_LEFT = 64 * 2**20  # bytes to which the write-ahead log is cut after a larger write
+STALE = 60.0  # seconds: a use is noted only if the last noted use is older
+MOST_DROPPED = 64  # maximum number of rows that one `put` drops, so that it does not take long
 
-# `pointed` is 1 if a session points to the state. `value` comes last: the others are then read without it.
+# `pointed` is 1 if a session points to the state. `value` is last, so that other columns are read without it.
 SCHEMA = f"""
 CREATE TABLE states(
     key TEXT PRIMARY KEY, used REAL NOT NULL, pointed INTEGER NOT NULL, bytes INTEGER NOT NULL,
@@ -60,21 +60,21 @@ IN_ORDER = "SELECT key, bytes FROM states WHERE key != ? ORDER BY pointed, used 
 
 
 class SqliteStore:
-    """A store in a SQLite file. For its methods see `Store`.
+    """A store in a SQLite file. For its methods, see `Store`.
 
-    Values that no session points to are dropped before those that one points to, the least recently used
-    first. `put` drops 64 at most, so after a large value the file may be above `most_bytes` for a while. The
-    file never shrinks: the room of dropped values is used again. The use of a value is noted once a minute at
-    most, or 20 times in `seconds`, so it may stay that much longer.
+    Values that no session points to are dropped before values that a session points to, and the least
+    recently used before others. One `put` drops at most 64 values, so after a large value, the file may be
+    above `most_bytes` for a while. The file never shrinks: the space of dropped values is used again. The use
+    of a value is noted at most once a minute, or 20 times in `seconds`, so a value may stay that much longer.
 
     Args:
-        path: the file; it and its folder are made if needed.
+        path: the file; the file and its folder are made if needed.
         most_bytes, seconds: as in `open_store`.
         now: a clock in seconds that all processes share.
 
     Raises:
-        ValueError: the file is not a database, or one of another program.
-        OSError: it cannot be made, read or written.
+        ValueError: the file is not a database, or is a database of another program.
+        OSError: the file cannot be made, read or written.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class SqliteStore:
             self._db.close()
 
     def _prepare(self) -> None:
-        """Make the tables, or check that they are ours."""
+        """Make the tables, or check that the existing tables are those of a store."""
         self._db.execute("PRAGMA synchronous = NORMAL")
         self._db.execute(f"PRAGMA journal_size_limit = {WAL_LEFT}")
         with self._transaction():
@@ -178,7 +178,7 @@ class SqliteStore:
         self._write_ahead()
 
     def _write_ahead(self) -> None:
-        """Set the mode. SQLite does not wait if another process does the same now, since both would wait."""
+        """Set the mode; retry while another process does so too, since SQLite does not wait in this case."""
         until = time.monotonic() + WAIT
         while True:
             try:
@@ -219,12 +219,12 @@ class SqliteStore:
         return None if row is None else row[0]
 
     def _oldest(self, now: float) -> float:
-        """Return when a value must have been used to be there still, as far as uses were noted."""
+        """Return the earliest noted use that a value may have without being dropped."""
         return float("-inf") if self._seconds is None else now - self._seconds - self._stale
 
     def _note_use(self, key: str, used: float, now: float) -> None:
         if used < now - self._stale:
-            # With a full disk, or beside a long writer, the value can be read all the same.
+            # If the disk is full or another process writes for long, the value can still be read.
             with suppress(sqlite3.OperationalError):
                 self._db.execute("UPDATE states SET used = ? WHERE key = ?", (now, key))
 
@@ -250,7 +250,7 @@ class SqliteStore:
 
 
 def _statements(script: str) -> Iterator[str]:
-    """Split a script, since `executescript` would end the transaction."""
+    """Split a script into statements, since `executescript` would end the transaction."""
     part = ""
     for piece in script.split(";"):
         part += piece + ";"
@@ -260,6 +260,6 @@ def _statements(script: str) -> Iterator[str]:
 
 
 def _code(error: sqlite3.Error) -> int | None:
-    """Return the primary code of an error of SQLite; None if it has none, as for a closed database."""
+    """Return the primary code of an error of SQLite; None if there is no code, as for a closed database."""
     code: int | None = getattr(error, "sqlite_errorcode", None)
     return None if code is None else code & 0xFF

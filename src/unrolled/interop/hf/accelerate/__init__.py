@@ -1,8 +1,8 @@
-"""Models of transformers with linear-attention layers, on our kernels for CPUs.
+"""Run models of transformers with linear-attention layers on this library's CPU kernels.
 
-On a CPU, transformers computes the recurrences of such layers by reference code in Python. `accelerate`
-exchanges the functions of that code, layer by layer, for ours, which are the same functions of the same
-arguments. `table` says which.
+On a CPU, transformers computes the recurrences of such layers with reference code in Python. `accelerate`
+replaces the functions of this code, layer by layer, by functions with the same arguments and results. `table`
+lists the functions.
 """
 
 from collections.abc import Iterable
@@ -26,17 +26,17 @@ __all__ = ["AccelerationReport", "LayerReport", "accelerate", "restore"]
 
 
 def accelerate(model: nn.Module) -> AccelerationReport:
-    """Run the linear-attention layers of a model of transformers with our kernels, in place.
+    """Run the linear-attention layers of a model of transformers with this library's kernels, in place.
 
     Weights, configuration, caches and the class of the model stay the same, so it trains, generates and is
-    saved as before, and other models are not affected. Logits and gradients change by rounding. A copy by
-    `copy.deepcopy` is accelerated too; an unpickled model is not. Softmax attention is not touched.
+    saved as before, and other models are not affected. Logits and gradients change only by rounding. A copy
+    by `copy.deepcopy` is accelerated too; an unpickled model is not. Softmax attention is not touched.
 
     Args:
-        model: a model with layers that call the functions in `table`, or of the kind of `lightning`.
+        model: a model with layers that call the functions in `table`, or with layers of lightning attention.
 
     Returns:
-        which layers were found, what was replaced in them, and what was kept and why.
+        A report of the layers that were found, of what was replaced in them, and of what was kept and why.
 
     Raises:
         UnsupportedError: there is nothing to replace.
@@ -47,7 +47,7 @@ def accelerate(model: nn.Module) -> AccelerationReport:
         reasons = {reason for _, report in found for reason in report.kept.values()}
         because = "; ".join(sorted(reasons)) or f"no layer calls {', '.join(REPLACEMENTS)}"
         raise UnsupportedError(f"{type(model).__name__} has no layer to accelerate: {because}")
-    forwards: dict[tuple[object, ...], Function] = {}  # layers of one kind share theirs, so they compile once
+    forwards: dict[tuple[object, ...], Function] = {}  # layers of one kind share one, so it compiles once
     for layer, report in found:
         if report.replaced:
             key = (type(layer), *report.replaced)
@@ -64,7 +64,7 @@ def restore(model: nn.Module) -> None:
 
 
 def _calls(layer: nn.Module) -> dict[str, Function]:
-    """The functions that `table` names, or the whole forward if that is replaced."""
+    """Return the functions of `table` that a layer calls, or its whole forward if that is replaced."""
     forward = type(layer).forward
     if lightning.is_lightning(layer):
         return {"forward": forward}
@@ -85,7 +85,7 @@ def _examined(name: str, layer: nn.Module) -> LayerReport:
 
 
 def _accelerated(layer: nn.Module, names: Iterable[str]) -> Function:
-    """The forward that a layer is to have, with the functions of these names replaced."""
+    """Return the new forward of a layer, in which the functions of these names are replaced."""
     if lightning.is_lightning(layer):
         return lightning.forward
     return rebound(type(layer).forward, {name: REPLACEMENTS[name][0] for name in names})

@@ -1,7 +1,7 @@
 """The short convolution of transformers, by the kernel of `causal_conv`.
 
-The functions have the names, arguments and results of those in the modelling files of transformers, which
-hold channels before tokens: `[B,C,T]`.
+The functions have the names, arguments and results of those in the modelling files of transformers, where
+the channel axis comes before the token axis: `[B,C,T]`.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def causal_conv1d_update(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """Filter the next tokens `[B,C,T]`, few of them, and move `conv_state [B,C,W]` on in place."""
+    """Filter the next few tokens `[B,C,T]`, and update `conv_state [B,C,W]` in place."""
     T, W = hidden_states.shape[2], weight.shape[1]
     inputs = torch.cat([conv_state, hidden_states], dim=2)
     conv_state.copy_(inputs[..., -conv_state.shape[2] :])
@@ -46,7 +46,7 @@ def causal_conv1d_update(
 
 
 def _activated(y: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """Finish `y [B,T,C]`, without copies where no gradient needs them."""
+    """Add the bias to `y [B,T,C]` and apply the activation, without copies that no gradient needs."""
     if bias is not None:
         y = y.add_(bias)
     if activation == "silu":

@@ -1,9 +1,9 @@
 """The gated delta rules of transformers, by the kernels of `delta_rule`.
 
 The functions have the arguments and results of those in the modelling files of transformers, with a gate for
-every head, as in Qwen3-Next, or for every channel of the keys, as in Kimi-Linear. Unlike `delta_rule`, these
-scale queries by 1 / sqrt(D), may normalise queries and keys, take fewer heads of keys than of values, and
-compute in fp32 whatever the input type.
+each head, as in Qwen3-Next, or for each channel of the keys, as in Kimi-Linear. Unlike `delta_rule`, these
+functions scale queries by 1 / sqrt(D), can normalise queries and keys, take fewer key heads than value heads,
+and compute in fp32 whatever the dtype of the inputs.
 """
 
 import torch
@@ -31,19 +31,19 @@ def chunk_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """The rule over whole sequences.
+    """Run the rule over whole sequences.
 
     Args:
         query: `[B,T,G,D]`.
         key: `[B,T,G,D]`; value head h reads key head h // (H/G).
         value: `[B,T,H,M]`.
-        g: natural logarithm of the gates `[B,T,H]`, or `[B,T,H,D]` with as many heads of keys as of values.
+        g: natural logarithm of the gates `[B,T,H]`; or `[B,T,H,D]`, if there are H key heads too.
         beta: rates `[B,T,H]`.
         chunk_size: ignored; the kernel has its own.
         initial_state: `[B,H,D,M]`, zeros by default.
         output_final_state: also return the state after the last token.
         use_qk_l2norm_in_kernel: divide queries and keys by sqrt(|x|^2 + 1e-6).
-        kwargs: packed sequences, which raise.
+        kwargs: further arguments; those of packed sequences raise UnsupportedError.
 
     Returns:
         `o [B,T,H,M]` in the dtype of `query`, and the state in fp32 or None.
@@ -72,7 +72,7 @@ def recurrent_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """The rule token by token: one step if there is one token and a state, else as over whole sequences."""
+    """Run one step of the rule if there is one token and a state, else run it over whole sequences."""
     refuse_packing("the recurrent delta rule", kwargs)
     if initial_state is None or value.shape[1] != 1:
         return chunk_delta_rule(
@@ -92,14 +92,14 @@ def recurrent_delta_rule(
 
 
 def _fits_kernel(inputs: Inputs) -> bool:
-    """Whether the kernel that also normalises can run: on a CPU, without gradients, with gates of heads."""
+    """Whether the kernel that also normalises can run: on a CPU, without gradients, with a gate per head."""
     q, k, v, *_ = inputs
     fits = q.dtype == k.dtype == v.dtype and not inputs.by_channel
     return fits and inferring(*inputs) and prefers("native") and native.supports(q, v)
 
 
 def _normalizing_kernel(inputs: Inputs, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Run the rule on queries and keys as they are, which the kernel normalises where it reads them."""
+    """Run the rule on queries and keys that the kernel normalises when it reads them."""
     q, k, v, beta, _, state = inputs
     groups, scale = k.shape[2], k.shape[3] ** -0.5
     if groups == v.shape[2]:
@@ -112,7 +112,7 @@ def _normalizing_kernel(inputs: Inputs, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _prepared(query: Tensor, key: Tensor, heads: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Scale queries and keys, in fp32 and repeated to this number of heads."""
+    """Convert queries and keys to fp32, scale them, and repeat them to `heads` heads."""
     scale = query.shape[3] ** -0.5
     if normalize:
         return _normalized(query, heads, scale), _normalized(key, heads, 1.0)

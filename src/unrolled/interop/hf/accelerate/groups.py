@@ -1,6 +1,6 @@
-"""Heads that share keys, where the kernels want keys of every head: the groups become rows of the batch.
+"""Heads that share keys, for kernels that need keys for each head: the groups become rows of the batch.
 
-The heads of a group then share its keys by a stride of 0. Nothing is copied if there is one row or one group.
+The heads of a group then share the keys by a stride of 0. Nothing is copied if there is one row or one group.
 """
 
 from torch import Tensor

@@ -2,8 +2,8 @@
 
     S_t = exp(-s) S_{t-1} + k_t v_t^T        o_t = S_t^T q_t
 
-with a constant s per head: linear attention with constant gates and without its normaliser. Qin et al. 2024
-(arXiv 2401.04658), section 3.2; MiniMax 2025 (arXiv 2501.08313), section 2.2.
+with a constant s per head. This is linear attention with constant gates and without a normaliser. Qin et al.
+2024 (arXiv 2401.04658), section 3.2; MiniMax 2025 (arXiv 2501.08313), section 2.2.
 """
 
 from typing import Protocol
@@ -16,7 +16,7 @@ from unrolled.ops.linear import LinearState, linear_attention
 
 
 class _Layer(Protocol):
-    """What `forward` reads of a layer."""
+    """The attributes of a layer that `forward` reads."""
 
     qkv_proj: nn.Module
     act_fn: nn.Module
@@ -51,7 +51,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Run the layer on `hidden_states [B,T,E]`; return the output and the state `[B,H,D,D]`.
 
-    The state is also written to the cache, in the dtype of the layer as transformers does.
+    The state is also written to the cache, in the dtype of the layer, as in transformers.
     """
     heads = self.num_attention_heads
     qkv = self.act_fn(self.qkv_proj(hidden_states))

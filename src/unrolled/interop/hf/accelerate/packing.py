@@ -1,4 +1,4 @@
-"""Packed sequences, which the replaced functions of transformers refuse as well."""
+"""Refuse packed sequences, as the replaced functions of transformers do too."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from unrolled.contract import UnsupportedError
 
 
 def refuse_packing(name: str, further: Mapping[str, object]) -> None:
-    """Require no packed sequences among the further arguments of a function.
+    """Check that the further arguments of a function have no packed sequences.
 
     Raises:
         UnsupportedError: `cu_seqlens` or `seq_idx` was given.

@@ -1,7 +1,7 @@
-"""Another forward for one layer: a copy of its own, in which some functions of its module are others.
+"""Give one layer another forward: a copy of its own forward that calls other functions.
 
-The layers of transformers call `causal_conv1d_fn` and so on as functions of their modelling file. Exchanging
-them there would change every model of the family; a copy of the forward changes one layer.
+The layers of transformers call `causal_conv1d_fn` and so on as functions of their modelling file. Replacing
+the functions there would change every model of the family; a copy of the forward changes only one layer.
 """
 
 import inspect
@@ -16,13 +16,13 @@ _MARK = "_unrolled_forward"
 
 
 def runs_class_forward(layer: nn.Module) -> bool:
-    """Whether a layer runs the forward of its class: as usual, and after unpickling an accelerated layer."""
+    """Whether a layer runs the forward of its class; an accelerated layer does so after unpickling."""
     forward = vars(layer).get("forward")
     return forward is None or getattr(forward, "__func__", None) is type(layer).forward
 
 
 def functions_called(forward: Function) -> dict[str, Function]:
-    """The functions of its module that a forward may call, by name; decorators are looked through."""
+    """Return the functions of its module that a forward may call, by name, also through decorators."""
     plain = inspect.unwrap(forward)
     if not isinstance(plain, FunctionType):
         return {}
@@ -37,7 +37,7 @@ def rebound(forward: Function, functions: Mapping[str, Function]) -> FunctionTyp
     inner: Function | None = getattr(forward, "__wrapped__", None)
     if inner is None:
         scope = {**forward.__globals__, **functions}
-        del scope["__name__"]  # torch.compile would look the functions up in the module of this name
+        del scope["__name__"]  # torch.compile would look up the functions in the module of this name
         return _copied(forward, scope, forward.__closure__)
     new = rebound(inner, functions)
     cells = (CellType(new) if cell.cell_contents is inner else cell for cell in forward.__closure__ or ())
@@ -49,7 +49,7 @@ def rebound(forward: Function, functions: Mapping[str, Function]) -> FunctionTyp
 def _copied(
     function: FunctionType, scope: dict[str, object], closure: tuple[CellType, ...] | None
 ) -> FunctionType:
-    code = function.__code__.replace()  # torch.compile keeps what it compiled with the code object
+    code = function.__code__.replace()  # a new code object, since torch.compile caches by code object
     copy = FunctionType(code, scope, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__module__, copy.__qualname__ = function.__module__, function.__qualname__
@@ -58,12 +58,12 @@ def _copied(
 
 
 def set_forward(layer: nn.Module, forward: Function) -> None:
-    """Let a layer run this function, made for it, in place of the forward of its class."""
+    """Let a layer run `forward` in place of the forward of its class."""
     setattr(forward, _MARK, True)
     vars(layer)["forward"] = MethodType(forward, layer)
 
 
 def restore_forward(layer: nn.Module) -> None:
-    """Let a layer run the forward of its class again, if `set_forward` gave it another."""
+    """Let a layer run the forward of its class again if `set_forward` has replaced it."""
     if hasattr(vars(layer).get("forward"), _MARK):
         del vars(layer)["forward"]

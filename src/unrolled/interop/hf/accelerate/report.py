@@ -1,4 +1,4 @@
-"""What `accelerate` replaced in a model, what it did not, and why."""
+"""The report of `accelerate`: the functions that it replaced or kept in a model, and why."""
 
 from dataclasses import dataclass
 from itertools import groupby
@@ -11,10 +11,10 @@ class LayerReport:
     """One layer with linear attention or a short convolution.
 
     Attributes:
-        name: in the model, such as "model.layers.0.linear_attn".
-        kind: name of its class.
-        replaced: kernels by the names of the functions that they replaced.
-        kept: reasons by the names of the functions that were not replaced.
+        name: name in the model, such as "model.layers.0.linear_attn".
+        kind: name of the layer's class.
+        replaced: kernels, by the names of the functions that they replaced.
+        kept: reasons, by the names of the functions that were not replaced.
     """
 
     name: str
@@ -36,7 +36,7 @@ class AccelerationReport:
     layers: tuple[LayerReport, ...]
 
     def __str__(self) -> str:
-        """Say it in lines, layers of one kind together."""
+        """Return a summary in lines; layers of one kind share a line."""
         missing = native.missing()
         runs = (
             f"C++ kernels ({native.instruction_set()})"

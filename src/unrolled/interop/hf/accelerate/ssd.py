@@ -2,9 +2,10 @@
 
     S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T        y_t = S_t C_t + D x_t
 
-Per head, A is a number, so this is linear attention without its normaliser: queries C, keys B, values dt x
-and log gates dt A. Dao and Gu 2024 (arXiv 2405.21060), section 5. The functions have the names, arguments and
-results of those in the modelling files of transformers, whose state `[B,H,P,N]` is the transpose of ours.
+For each head, A is a number, so this is linear attention without a normaliser, with queries C, keys B, values
+dt x and log gates dt A. Dao and Gu 2024 (arXiv 2405.21060), section 5. The functions have the names,
+arguments and results of those in the modelling files of transformers, where the state `[B,H,P,N]` is
+transposed.
 """
 
 from torch import Tensor
@@ -46,10 +47,10 @@ def mamba2_chunk_scan(
         dt_softplus: apply softplus to `dt`.
         dt_limit: smallest and largest step size.
         return_final_states: also return the state after the last token, `[B,H,P,N]`.
-        kwargs: packed sequences, which raise.
+        kwargs: further arguments; those of packed sequences raise UnsupportedError.
 
     Returns:
-        y `[B,T,H,P]` in fp32, and with `return_final_states` the state, in fp32.
+        y `[B,T,H,P]` in fp32 and, with `return_final_states`, the state in fp32.
     """
     refuse_packing("mamba2_chunk_scan", kwargs)
     x, (rows, _, H, P), (G, N) = hidden_states, hidden_states.shape, B.shape[2:]
@@ -83,10 +84,10 @@ def mamba2_selective_state_update(
     z: Tensor | None = None,
     **kwargs: object,
 ) -> Tensor:
-    """Run one token, and move `state [B,H,P,N]` on in place.
+    """Run one token, and update `state [B,H,P,N]` in place.
 
     Args:
-        state: in fp32; it is modified.
+        state: the state in fp32; it is modified.
         hidden_states: x `[B,H,P]`.
         dt: `[B,H,P]`, the same for all P.
         A: `[H,P,N]`, the same for all P and N.
@@ -95,7 +96,7 @@ def mamba2_selective_state_update(
         D: `[H,P]`.
         dt_bias: `[H,P]`, the same for all P.
         dt_softplus: apply softplus to `dt`.
-        z: gates `[B,H,P]`, through SiLU.
+        z: gates `[B,H,P]`, before SiLU.
         kwargs: further arguments of the kernel for GPUs, ignored.
 
     Returns:
@@ -115,7 +116,7 @@ def mamba2_selective_state_update(
 
 
 def _step_sizes(dt: Tensor, bias: Tensor | None, through_softplus: bool) -> Tensor:
-    """Add the bias and apply softplus, in the dtype of `dt` as transformers does."""
+    """Add the bias and apply softplus, in the dtype of `dt`, as in transformers."""
     if bias is not None:
         dt = dt + bias.to(dt.dtype)
     return softplus(dt) if through_softplus else dt

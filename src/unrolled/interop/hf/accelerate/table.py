@@ -1,9 +1,10 @@
-"""Which functions of transformers are replaced, and by which kernels.
+"""The functions of transformers that are replaced, and the kernels that replace them.
 
-They are those that the modelling files define for machines without kernels of their own, under the same names
-in all families: the gated delta rule in Qwen3-Next, Qwen3.5 and OLMo-hybrid, and that with a gate for every
-channel in Kimi-Linear; the scan of Mamba-2 in Mamba-2, Bamba, Falcon-H1, GraniteMoeHybrid, Nemotron-H and
-Zamba2; the convolution in these, in LFM2, Mamba, Falcon-Mamba, Jamba and others.
+These are functions that the modelling files of transformers define for machines without special kernels,
+under the same names in all families: the gated delta rule in Qwen3-Next, Qwen3.5 and OLMo-hybrid, and with a
+gate for each channel in Kimi-Linear; the scan of Mamba-2 in Mamba-2, Bamba, Falcon-H1, GraniteMoeHybrid,
+Nemotron-H and Zamba2; and the convolution in all of these, and in LFM2, Mamba, Falcon-Mamba, Jamba and
+others.
 """
 
 from inspect import signature
@@ -13,7 +14,7 @@ from torch import nn
 from unrolled.interop.hf.accelerate import conv, delta, ssd
 from unrolled.interop.hf.accelerate.rebind import Function
 
-# Ours take the same arguments as those they replace.
+# The replacements take the same arguments as the functions that they replace.
 REPLACEMENTS: dict[str, tuple[Function, str]] = {
     "causal_conv1d_fn": (conv.causal_conv1d_fn, "causal_conv"),
     "causal_conv1d_update": (conv.causal_conv1d_update, "one product with the last inputs"),
@@ -36,7 +37,7 @@ KEPT: dict[str, str] = {
 
 
 def why_kept(name: str, function: Function) -> str | None:
-    """Why a function that a layer calls by this name is kept; None if it can be replaced."""
+    """Return why a function that a layer calls by this name is kept; None if it can be replaced."""
     if name in KEPT:
         return KEPT[name]
     # A function that transformers offers to the package `kernels` is a module.
