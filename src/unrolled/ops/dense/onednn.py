@@ -3,16 +3,16 @@
 On x86, torch multiplies fp32 matrices with MKL, whose fast code is for Intel's processors. The table gives
 GFLOP/s of one thread, for 784 and 4,096 rows and widths of 256 to 1,024:
 
-                                      multiply-adds at most     MKL              oneDNN
-    Zen 5, y = x W^T                  236                       87 to 95         191 to 207
-    Zen 5, gradient of x              236                       87 to 95         192 to 211
-    Zen 5, gradient of W              236                       87 to 95         129 to 174
-    Zen 4, y = x W^T                  117                       85 to 104    103 to 111
-    Zen 4, gradient of x              117                       86 to 104    104 to 114
-    Zen 4, gradient of W              117                       91 to 102    85 to 102
-    Xeon with AVX-512, y = x W^T      242                       170 to 200       116 to 202
-    Xeon with AVX-512, gradient of x  242                       196 to 213       116 to 207
-    Xeon with AVX-512, gradient of W  242                       179 to 197       108 to 181
+                                      multiply-adds at most   MKL          oneDNN
+    Zen 5, y = x W^T                  236                     87 to 95     191 to 207
+    Zen 5, gradient of x              236                     87 to 95     192 to 211
+    Zen 5, gradient of W              236                     87 to 95     129 to 174
+    Zen 4, y = x W^T                  117                     85 to 104    103 to 111
+    Zen 4, gradient of x              117                     86 to 104    104 to 114
+    Zen 4, gradient of W              117                     91 to 102    85 to 102
+    Xeon with AVX-512, y = x W^T      242                     170 to 200   116 to 202
+    Xeon with AVX-512, gradient of x  242                     196 to 213   116 to 207
+    Xeon with AVX-512, gradient of W  242                     179 to 197   108 to 181
 
 So the choice is by the processor's vendor. Choosing by a measurement would let two runs of one program differ
 in rounding, but a resumed run must give the same results as an uninterrupted one.
@@ -43,9 +43,8 @@ def faster() -> bool:
 
 def supports(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether oneDNN should compute this layer: fp32, many rows, and nothing but autograd observes it."""
-    if (
-        torch.compiler.is_compiling() or not faster() or observed()
-    ):  # shapes are not numbers while a layer is traced
+    # Shapes are not numbers while a layer is traced.
+    if torch.compiler.is_compiling() or not faster() or observed():
         return False
     tensors = [y for y in (x, weight, bias) if y is not None]
     return (
