@@ -1,9 +1,10 @@
-"""A small Vision Transformer learns to name handwritten digits of 8x8 pixels, in half a minute on a CPU.
+"""Train a small Vision Transformer to classify handwritten digits of 8x8 pixels, in half a minute on a CPU.
 
     pip install '.[demo]'
     python examples/digits_vit.py
 
-An image becomes 16 patches of 2x2 pixels. Any bidirectional mechanism can read them: try another name.
+Each image becomes 16 patches of 2x2 pixels. Any bidirectional attention mechanism can read the patches: set
+ATTENTION to another name to try one.
 """
 
 import torch

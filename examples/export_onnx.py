@@ -1,8 +1,8 @@
-"""A model leaves Python: written as an ONNX graph, it draws the same tokens in ONNX Runtime.
+"""Export a model as an ONNX graph, and generate the same tokens with ONNX Runtime as with PyTorch.
 
     python examples/export_onnx.py
 
-The model is not trained, since only the way out is shown.
+The model is not trained, because the example shows only the export.
 """
 
 import tempfile

@@ -1,9 +1,9 @@
-"""A model of Python source whose windows grow with depth: near characters first, then further ones.
+"""Train a model of Python source code whose attention windows grow from layer to layer.
 
     python examples/growing_windows.py
 
-Each layer reads a window of its own, of 4, 8, 16 and 32 characters, so that the last one has heard from 57
-before it. What it carries from one character to the next never grows.
+The windows of the four layers have 4, 8, 16 and 32 characters, so an output of the last layer depends on 57
+characters at most. The state that the model carries from one character to the next never grows.
 """
 
 import inspect
@@ -20,7 +20,7 @@ WINDOWS = [4, 8, 16, 32]
 STEPS = 250
 
 torch.manual_seed(0)
-source = Path(inspect.getfile(inspect))  # a hundred kilobytes of Python that are always there
+source = Path(inspect.getfile(inspect))  # 100 kB of Python source that every installation has
 text = data.load("text", path=source, length=128)
 model = Decoder(
     DecoderConfig(

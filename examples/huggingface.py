@@ -1,8 +1,8 @@
-"""Hugging Face around a linear transformer: train it with Trainer, generate, and go on from a state.
+"""Train a linear transformer with Trainer of transformers, generate text, and continue from a state.
 
     python examples/huggingface.py
 
-The cache is as large after 200 characters as after 20.
+The cache has the same size after 200 characters as after 20.
 """
 
 import tempfile
@@ -48,7 +48,7 @@ for length in (20, 200):
     print(f"{length} characters, a cache of {out.past_key_values.nbytes():,} bytes:")
     print(f"  {tokenizer.decode(out.sequences[0])}")
 
-# The state is a value: two continuations of one beginning, which is read once.
+# A state is never changed in place: both continuations begin with the state of a prompt that is read once.
 with torch.no_grad():
     state = model(**prompt, use_cache=True).past_key_values.layers[0].state
 for more in ("the bus", "round"):

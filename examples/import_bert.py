@@ -1,9 +1,10 @@
-"""A BERT of transformers learns the alphabet, and is carried over: the same answers from a model here.
+"""Train a BERT of transformers on the alphabet, import its weights, and compare the outputs.
 
     python examples/import_bert.py
 
-No hub is asked: the model is made on the spot and trained for some seconds to fill gaps in runs of letters.
-Saved as transformers saves it, it is read as any folder or hub name would be.
+Nothing is downloaded: the script creates the model and trains it for some seconds to fill gaps in sequences
+of consecutive letters. transformers saves the model in a folder, and `import_weights` reads this folder.
+`import_weights` also accepts the name of a model on the hub.
 """
 
 import tempfile

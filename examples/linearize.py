@@ -1,8 +1,8 @@
-"""Give a trained Llama another attention: what it loses, and what it gets back from two short trainings.
+"""Replace the attention of a trained Llama, and print the loss before and after two short trainings.
 
     python examples/linearize.py
 
-The model is small and trained here, on walks over a circle of 16 symbols, so that nothing need be fetched.
+The model is small. The script trains it on walks over a circle of 16 symbols, so nothing is downloaded.
 """
 
 import copy
@@ -19,7 +19,7 @@ from unrolled.training.evaluation import evaluate
 
 
 class Walks:
-    """Each step of a walk goes as far as an earlier one: a model has to look back to predict it."""
+    """Walks whose step lengths repeat: to predict a step, a model has to look back to an earlier one."""
 
     def batch(self, split, *, step, batch_size, seed):
         """Return the walks of one step."""

@@ -1,9 +1,9 @@
-"""Attention learns to read backwards: a small encoder-decoder that reverses words, and where it looks.
+"""Train a small encoder-decoder to reverse words, and print the attention weights of one word.
 
     python examples/reverse_seq2seq.py
 
-Bahdanau's model writes each word from its last letter to its first. No rule says where to look: that the
-weights lie on the other diagonal is learned.
+The model is that of Bahdanau et al. 2014. It writes each word from its last letter to its first. Nothing
+in the model tells the decoder which letter to attend to. Training puts the large weights on the antidiagonal.
 """
 
 import random
@@ -16,14 +16,14 @@ from unrolled.generation import translate
 from unrolled.models import RNNSeq2Seq, RNNSeq2SeqConfig
 
 LETTERS = "abcdef"
-END = len(LETTERS)  # the id of the end symbol; END + 1 is that of the start symbol
-SHADES = " .:=#"  # of weights from 0 to 1
+END = len(LETTERS)  # the id of the end symbol; the start symbol has the id END + 1
+SHADES = " .:=#"  # one for each range of weights, from 0 to 1
 draw = random.Random(0)
 torch.manual_seed(0)
 
 
 def ids(word: str) -> torch.Tensor:
-    """Return the ids of a word, and the end symbol."""
+    """Return the ids of a word, followed by the end symbol."""
     return torch.tensor([*map(LETTERS.index, word), END])
 
 
@@ -52,7 +52,7 @@ right = sum(torch.equal(found, ids(word[::-1])) for word, found in zip(new, writ
 print(f"{right} of 100 new words reversed")
 
 source, target = ids("decaf"), ids("faced")
-read = torch.cat([torch.tensor([END + 1]), target[:-1]])  # by the decoder, before each letter
+read = torch.cat([torch.tensor([END + 1]), target[:-1]])  # what the decoder reads before each letter
 weights = model.attend(source[None], read[None])[0]
 print("  " + " ".join("decaf$"))
 for letter, row in zip("faced$", weights.tolist(), strict=True):

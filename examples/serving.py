@@ -1,10 +1,11 @@
-"""Sessions that are values: talk to a server by OpenAI's client, fork a session, move it to another server.
+"""Talk to a server through OpenAI's client, fork a session, and move the session to another server.
 
     pip install '.[serve]' openai
     python examples/serving.py
 
-Two servers run on this machine, each with a store of its own, as if they were two machines. They serve the
-small model of Shakespeare's characters that comes with the library, so its lines are no answers.
+Two servers run on this machine, each with its own store, as if they were two machines. Both serve the small
+model that comes with the library. This model continues texts in the style of Shakespeare's plays, and answers
+no questions.
 """
 
 import socket
@@ -41,7 +42,7 @@ def server():
 
 
 def say(client, line, state=None):
-    """Let a character speak: the answer, and the state after it."""
+    """Print and return the model's continuation of a line, and return the state after it."""
     options = {"keep": True} | ({} if state is None else {"state": state})
     answer = client.completions.create(
         model="text", prompt=line, max_tokens=200, temperature=0.7, seed=1, stop="\n\n", extra_body=options
@@ -68,4 +69,4 @@ with server() as here, server() as there:
     httpx.put(f"{there}/states/{state}", content=file).raise_for_status()
     print(f"{len(file):,} bytes\n")
     moved, _ = say(other, "\n\nROMEO:\n", state)
-    assert moved == one  # the other machine goes on as this one did
+    assert moved == one  # the other server writes the same continuation

@@ -1,8 +1,8 @@
-"""A session is a small file: read a long text once, save what the model remembers, go on from it many times.
+"""Read a long text once, save the state of the model as a small file, and continue from it several times.
 
     python examples/sessions.py
 
-The model is not trained, since only the bookkeeping is shown.
+The model is not trained, because the example shows only how states are saved, loaded and forked.
 """
 
 import tempfile
@@ -24,7 +24,7 @@ with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
     states.save(state, file)
     print(f"read {book.shape[1]:,} tokens into a session of {file.stat().st_size:,} bytes")
 
-    # Later, or in another process: the book is not needed again.
+    # From here on, also in another process, the book is not needed.
     session = states.load(file, like=model.init_state(1))
     three = states.select(session, [0, 0, 0])  # one row per continuation
     tokens = torch.tensor([10, 20, 30])

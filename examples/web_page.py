@@ -1,9 +1,10 @@
-"""A linear and a softmax model of one text on a web page: trained, and written with all that the page needs.
+"""Train a linear and a softmax model on a text, and write a web page that runs both in the browser.
 
     python examples/web_page.py
 
-Both are trained only for a moment, on a text that is made here. The first page ever written fetches ONNX
-Runtime for browsers through npm. To see the page, write it to a folder that stays, and serve that:
+Both models are trained for only a few seconds, on a text that the script creates. The first page written on
+a machine needs npm, which downloads ONNX Runtime for browsers. The script deletes its page at the end. To
+open a page, write it to a folder that stays, and serve that folder:
 `python -m http.server --bind 127.0.0.1 --directory page`.
 """
 
@@ -30,7 +31,7 @@ with tempfile.TemporaryDirectory() as folder:
             "model.d_model": 32,
             "model.n_layers": 2,
             "model.n_heads": 2,
-            "model.positions": "rotary",  # a text may go on for longer than any table of positions
+            "model.positions": "rotary",  # these positions set no limit to the length of a text
             "train.steps": 30,
             "run_dir": runs[attention],
         }
