@@ -1,12 +1,13 @@
-"""Time per token of one model in every runtime, and what 8-bit weights cost a trained one.
+"""Measure the time per token of a model in every runtime, and the loss of a trained model with 8-bit weights.
 
     python benchmarks/deployment.py                         # linear attention, 4 x 256 and 8 x 512
     python benchmarks/deployment.py --attention softmax --without compiled aot
     python benchmarks/deployment.py --int8-loss runs/shakespeare-linear
 
-One token at a time, batch 1, one thread, vocabulary 256, heads 64 wide, untrained weights. The runtimes take
-turns of some tokens, so that what else the machine does meets all alike; a row is the median. "agrees" is the
-largest difference of logits from eager PyTorch over the first 200 tokens, which all are given alike.
+Conditions: one token at a time, batch 1, one thread, vocabulary 256, heads 64 wide, untrained weights. The
+runtimes run in turn, 50 tokens each, so that other load on the machine affects all of them equally. Each row
+has the median time and, in brackets, the 10th and the 90th percentile. All runtimes read the same tokens.
+"agrees to" is the largest difference of the logits from those of eager PyTorch over the first 200 tokens.
 """
 
 import argparse
@@ -29,13 +30,13 @@ from unrolled.models import load as load_model
 SIZES = {"4x256": (4, 256), "8x512": (8, 512)}
 RUNTIMES = ("eager", "compiled", "aot", "plain", "fused", "int8")
 COMPARED = 200
-TURN, WARM_UP = 50, 5  # tokens of a turn, and those that bring the weights back into the processor's caches
+TURN, WARM_UP = 50, 5  # tokens of a turn; the first ones refill the processor's caches and are not timed
 
 Step = Callable[[torch.Tensor, Any], tuple[torch.Tensor, Any]]
 
 
 def steps(model: Decoder, folder: Path, runtimes: list[str]) -> dict[str, tuple[Step, Any]]:
-    """Each runtime's step and first state."""
+    """Return the step function and the first state of each runtime."""
     graphs = [name for name in ("fused", "int8") if name in runtimes]
     onnx.export(model, folder, **dict.fromkeys(graphs, True))
     found: dict[str, tuple[Step, Any]] = {}
@@ -74,7 +75,7 @@ def measure(runtimes: dict[str, tuple[Step, Any]], tokens: int) -> None:
     eager = torch.stack(logits["eager"])
     worst = {name: float((torch.stack(each) - eager).abs().max()) for name, each in logits.items()}
     for name, taken in times.items():
-        taken = sorted(taken[COMPARED:])  # by then everything is compiled
+        taken = sorted(taken[COMPARED:])  # by the first of these, everything is compiled
         low, high = taken[len(taken) // 10], taken[-len(taken) // 10]
         median = statistics.median(taken)
         print(

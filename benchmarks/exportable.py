@@ -1,8 +1,8 @@
-"""Which mechanisms and cells can be written as ONNX graphs, and how many tokens a call then reads.
+"""List the mechanisms and cells that can be exported as ONNX graphs, and how many tokens one call reads.
 
     python benchmarks/exportable.py
 
-Tiny models with random weights; each graph is run and compared with its model before it counts.
+The models are tiny and have random weights. The export runs each graph and compares it with its model.
 """
 
 from tempfile import TemporaryDirectory
@@ -19,7 +19,7 @@ CELL_OPTIONS = {"low_rank_rnn": {"rank": 2}, "low_rank_lstm": {"rank": 2}}
 
 
 def outcome(model) -> str:
-    """Export a model; say how."""
+    """Export a model, and return how many tokens a call of the graph reads, or why the export was refused."""
     with TemporaryDirectory() as folder:
         try:
             length = export(model, folder).length

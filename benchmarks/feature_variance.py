@@ -1,8 +1,10 @@
-"""|q + k|^2 / sqrt(D) in a trained softmax decoder, by layer; the variance of FAVOR+ grows as its exp.
+"""Print |q + k|^2 / sqrt(D) for each layer of a trained softmax decoder.
 
     python benchmarks/feature_variance.py RUN TEXT
 
-RUN is a run folder, TEXT the file that it was trained on. Read are 256 characters, 50,000 before the end.
+The variance of FAVOR+ grows as the exponential of this quantity. RUN is a run folder, and TEXT is the file
+that the run was trained on. The decoder reads 256 characters, which begin 50,000 characters before the end of
+TEXT.
 """
 
 import sys

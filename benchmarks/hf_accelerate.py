@@ -4,8 +4,9 @@
     python benchmarks/hf_accelerate.py Mamba2 Lfm2 --dtypes float32
     python benchmarks/hf_accelerate.py --layers 4 --rounds 2     # a trial
 
-The models have the widths of published ones and random weights: speed does not depend on the values. One
-thread, one sequence. Before and after take turns; the figures are medians over the rounds.
+The models have the widths of published models. Their weights are random, because the speed does not depend on
+the values. All runs use one thread and one sequence. Runs before and after `accelerate` alternate. The
+figures are medians over the rounds.
 """
 
 import argparse
@@ -23,7 +24,8 @@ COMMON = {"vocab_size": 32000, "bos_token_id": 1, "eos_token_id": None, "pad_tok
 DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16}
 WIDE = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 3584}
 SSD = {"mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128}
-# The config of a model: fields, layers, and the name and value of a field that lists the kinds of the layers.
+# For each family: fields of the config, the number of layers, and, if a field of the config lists the kinds
+# of the layers, the name of this field and the kinds that it repeats.
 FAMILIES: dict[str, tuple[dict[str, Any], int, tuple[str, Any] | None]] = {
     "Qwen3_5": (
         WIDE | DELTA | {"linear_num_value_heads": 16, "head_dim": 256},
@@ -74,7 +76,7 @@ PROMPT, PREFILL, DECODE = 16, 1024, 64
 
 
 def make(family: str, layers: int | None, dtype: torch.dtype) -> Any:
-    """Make a model with random weights, of some layers."""
+    """Make a model with random weights and this number of layers, by default that of `FAMILIES`."""
     fields, depth, kinds = FAMILIES[family]
     depth = layers or depth
     if kinds is not None:
@@ -89,7 +91,7 @@ def make(family: str, layers: int | None, dtype: torch.dtype) -> Any:
 
 
 def times(model: Any, rounds: int) -> dict[tuple[str, bool], float]:
-    """Seconds of prefill and of decode, by whether the model was accelerated."""
+    """Measure the seconds of prefill and of decode, with and without `accelerate`."""
     ids = torch.randint(2, 32000, (1, PREFILL), generator=torch.Generator().manual_seed(0))
 
     def generate(length: int, tokens: int) -> None:
@@ -109,7 +111,7 @@ def times(model: Any, rounds: int) -> dict[tuple[str, bool], float]:
 
 
 def main() -> None:
-    """Measure each family in each type."""
+    """Measure each family with each dtype."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*", default=list(FAMILIES), help=", ".join(FAMILIES))
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])

@@ -1,12 +1,13 @@
-"""Print how far imported models are from the originals: models made on the spot, with random weights.
+"""Print the largest differences between the outputs of imported models and of the originals.
 
     python benchmarks/imported_weights.py
 
-Each model has 4 layers of width 64, and every parameter of it is drawn anew, so that each counts. It reads
-two rows of 96 tokens, the second of which ends in padding where the original honours that. A difference is
-the largest one over the largest value, in fp32 and in fp64. The last table shows settings in which
-transformers computes something else than the definition does. Rows of fast-transformers are there where it is
-installed.
+Nothing is downloaded: each model is created with 4 layers of width 64. All its parameters are drawn at
+random, biases and norms included, so that every parameter affects the output. A model reads two rows of 96
+tokens. The second row ends in padding if the original supports padding. A difference is the largest absolute
+difference divided by the largest absolute value, in fp32 and in fp64. The last table has settings in which
+transformers computes something else than the published definition. The rows of fast-transformers appear if
+that library is installed.
 """
 
 import importlib.util
@@ -52,7 +53,8 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "Qwen3_5": DELTA | {"head_dim": 16},
     "OlmoHybrid": DELTA,
 }
-Case = tuple[str, nn.Module, Callable[[nn.Module], Any], bool]  # name, theirs, their import, padded
+# The name, the original, the function that imports it, and whether a row is padded.
+Case = tuple[str, nn.Module, Callable[[nn.Module], Any], bool]
 
 
 @torch.no_grad()
@@ -81,13 +83,16 @@ def causal(family: str) -> nn.Module:
 
 
 def sparse_big_bird() -> nn.Module:
-    """Theirs draws random blocks in training only, from numpy's generator, seeded by the layer."""
+    """Return a BigBird of transformers in training mode, in which alone it draws random blocks.
+
+    It draws the blocks from numpy's generator, with the number of the layer as the seed.
+    """
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return hugging_face("BigBirdForMaskedLM", block_size=4, **off).train()
 
 
 def with_its_blocks(theirs: Any) -> Any:
-    """Ours, told to read the blocks that theirs draws."""
+    """Import a BigBird, and let it read the random blocks that the original draws."""
     ours = import_weights(theirs)
     for seed, (block, layer) in enumerate(zip(ours.stack.blocks, theirs.bert.encoder.layer, strict=True)):
         attention = layer.attention.self
@@ -127,7 +132,7 @@ def cases() -> Iterator[Case]:
 
 
 def difference(case: Case, dtype: torch.dtype) -> float:
-    """The largest difference over the largest value, where there is no padding."""
+    """Return the largest difference divided by the largest value, over the positions without padding."""
     name, theirs, make, padded = case
     theirs.to(dtype)
     generator = torch.Generator().manual_seed(1)
@@ -138,7 +143,7 @@ def difference(case: Case, dtype: torch.dtype) -> float:
     ours = make(theirs)
     if "Image" in name:
         images = torch.randn(2, 3, 9, 17, generator=generator, dtype=dtype)  # exact coordinates
-        torch.set_default_dtype(dtype)  # in which theirs computes its Fourier features
+        torch.set_default_dtype(dtype)  # the dtype in which the original computes its Fourier features
         found, wanted = ours(images.permute(0, 2, 3, 1)), theirs(images).logits
         torch.set_default_dtype(torch.float32)
     elif name.startswith("nn."):
@@ -177,7 +182,7 @@ def elsewhere() -> Iterator[Case]:
 @torch.no_grad()
 def main() -> None:
     warnings.simplefilter("ignore")
-    logging.disable()  # transformers tells what it does with lengths
+    logging.disable()  # transformers logs how it pads lengths
     print("| theirs | fp32 | fp64 |\n| --- | ---: | ---: |")
     for case in cases():
         exact = "" if case[0].startswith("fast") else f"{difference(case, torch.float64):.1e}"

@@ -2,8 +2,9 @@
 
     python benchmarks/kill_resume.py [--kills 10] [--steps 400]
 
-Trains the digits twice through the command line, with dropout: once left alone, once killed. Exits with 1
-unless the final weights, the best weights and the logged losses agree bit for bit.
+Trains a model of the digits twice through the command line, with dropout: once without interruption, and once
+with the kills. Exits with 1 unless the final weights, the best weights and the logged losses of both runs
+agree bit for bit.
 """
 
 import argparse
@@ -35,20 +36,20 @@ def start(run_dir: Path, steps: int) -> subprocess.Popen[bytes]:
 
 
 def last_step(run_dir: Path) -> int:
-    """Step of the last whole line of the log."""
+    """Return the step of the last complete line of the log."""
     log = run_dir / "log.jsonl"
     lines = log.read_text().split("\n")[:-1] if log.exists() else []
     return json.loads(lines[-1])["step"] if lines else 0
 
 
 def losses(run_dir: Path) -> list[tuple[str, int, float]]:
-    """Every loss in the log; what depends on the clock is left out."""
+    """Return every loss in the log, without the fields that depend on the clock."""
     lines = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
     return [(x["event"], x["step"], x["loss"]) for x in lines if "loss" in x]
 
 
 def main() -> int:
-    """Run both, print what happened, and return 0 if they agree."""
+    """Train both runs, print what happened, and return 0 if they agree."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

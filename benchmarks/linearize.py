@@ -1,12 +1,12 @@
-"""Linearize a small Llama trained on tiny-shakespeare: what it loses, and what it gains at long contexts.
+"""Linearize a small Llama trained on tiny-shakespeare, and measure its loss, and its speed at long contexts.
 
     python benchmarks/linearize.py                  # all of it, about an hour of one core
-    python benchmarks/linearize.py linear           # one recipe, and what it is compared with
-    python benchmarks/linearize.py --table          # tell what is there, compute nothing
+    python benchmarks/linearize.py linear           # one recipe, and the softmax model that it begins with
+    python benchmarks/linearize.py --table          # print the stored figures, compute nothing
     python benchmarks/linearize.py --scale 0.01     # a trial
 
-The model, the runs and the figures are kept in runs/linearize; what is there is not computed again, and an
-interrupted run goes on where it stopped.
+The model, the runs and the figures are stored in runs/linearize. What is stored there is not computed again.
+An interrupted run continues where it stopped.
 """
 
 import argparse
@@ -67,7 +67,7 @@ ABOUT = {
 
 
 def main() -> None:
-    """Compute what is missing, then tell all."""
+    """Compute what is missing, then print all figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipes", nargs="*", help="all of them by default")
     parser.add_argument("--table", action="store_true", help="compute nothing")
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def trained(out: Path, scale: float) -> tuple[Any, Any]:
-    """Train the model that everything begins with, or read it."""
+    """Train the softmax model that all recipes begin with, or read the stored one."""
     dataset: Any = data.load("text", length=256)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -101,7 +101,7 @@ def trained(out: Path, scale: float) -> tuple[Any, Any]:
 
 
 def linearized(name: str, teacher: Any, dataset: Any, out: Path, scale: float) -> None:
-    """Run one recipe, if it was not."""
+    """Run one recipe, unless its result is stored."""
     folder, recipe = out / name, RECIPES[name]
     if (folder / "model.safetensors").exists():
         return
@@ -113,16 +113,17 @@ def linearized(name: str, teacher: Any, dataset: Any, out: Path, scale: float) -
 
 
 def scaled(config: TrainConfig, scale: float) -> TrainConfig:
-    """Make a run shorter or longer."""
+    """Multiply the number of steps of a run by `scale`."""
     steps = max(1, round(config.steps * scale))
     return replace(config, steps=steps, warmup_steps=min(config.warmup_steps, steps // 10), eval_every=steps)
 
 
 @torch.inference_mode()
 def costs(teacher: Any, out: Path) -> None:
-    """Measure a token and the cache at each context, of the model before and after, turn by turn.
+    """Measure the time per token and the size of the cache of each model, after each length of context.
 
-    Times are those of the processor, which on one thread do not depend on what else runs.
+    The models read tokens in turn. The times are processor times of one thread, so other programs do not
+    add to them.
     """
     file = out / "costs.json"
     if file.exists():
@@ -153,13 +154,13 @@ def costs(teacher: Any, out: Path) -> None:
 
 
 def nbytes(cache: Any) -> int:
-    """Bytes of what a cache holds, whichever it is."""
+    """Return the number of bytes in a cache, of transformers or of this library."""
     assert isinstance(cache, DynamicCache | StateCache)
     return StateCache(cache.layers).nbytes()
 
 
 def tell(out: Path) -> None:
-    """Print the tables of what is there."""
+    """Print the tables of the stored figures, and write them to `table.md`."""
     lines = []
     for name, about in ABOUT.items():
         file = out / name / "linearize.json"

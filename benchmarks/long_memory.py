@@ -1,13 +1,14 @@
-"""Learn to tell a key that was given 100,000 tokens before, with and without gradients that reach so far.
+"""Learn to repeat a key that was given 100,000 tokens before, with full and with truncated gradients.
 
     python benchmarks/long_memory.py                   # about an hour
     python benchmarks/long_memory.py --length 20000    # quicker
 
-A key of four digits stands at the beginning, and is asked for at the end; between them two tokens of filler
-repeat (`data.name=passkey data.depth=0`). Both models are one layer of the delta rule with a short
-convolution, and read the same rows in segments of 4,096 tokens. One gets the gradient of the whole sequence.
-The other gets that of each segment alone, with the state carried from segment to segment (truncated
-back-propagation). Guessing has a loss of log 8 = 2.08 nats per digit.
+A sequence begins with a key of four digits, and ends with a question for this key. In between, two filler
+tokens repeat (`data.name=passkey data.depth=0`). Two models are trained. Both have one layer of the delta
+rule with a short convolution, and read the same sequences in segments of 4,096 tokens. The first model gets
+the gradient of the whole sequence. The second model gets the gradient of each segment alone, with the state
+carried from segment to segment (truncated backpropagation). Guessing has a loss of log 8 = 2.08 nats per
+digit.
 """
 
 import argparse
@@ -27,7 +28,7 @@ ROWS = 8
 
 
 def main() -> None:
-    """Train both, and print their losses on rows that were not trained on."""
+    """Train both models, and print their losses on sequences outside the training data."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=100_000)
     parser.add_argument("--steps", type=int, default=250)
@@ -68,7 +69,7 @@ def whole(model: Decoder, batch: Batch, config: TrainConfig) -> None:
 
 
 def truncated(model: Decoder, batch: Batch, config: TrainConfig) -> None:
-    """Add the gradients of the segments, in none of which a digit of the key and its question both are."""
+    """Add the gradients of the segments; no segment has both a digit of the key and the question for it."""
     state = model.init_state(len(batch.inputs))
     for start in range(0, batch.inputs.shape[1], SEGMENT):
         part = slice(start, start + SEGMENT)

@@ -1,12 +1,12 @@
-"""Train on War and Peace as one sequence: peak memory and tokens per second against its length.
+"""Train on War and Peace as one sequence, and print peak memory and tokens per second for each length.
 
     python benchmarks/long_sequence.py warpeace_input.txt.gz                      # 4 minutes
     python benchmarks/long_sequence.py warpeace_input.txt.gz --lengths 3200000    # half an hour
     python benchmarks/long_sequence.py warpeace_input.txt.gz --bf16 --segment 2048
 
-Each length is one update of a decoder of 8 layers of 256, with AdamW, in a process of its own and one thread:
-the gradient of the mean loss over the whole sequence, computed in segments. The first line of the table is
-ordinary training for comparison, on windows of 4,096 tokens.
+For each length, a process with one thread makes one update of a decoder of 8 layers of width 256 with AdamW.
+The gradient is that of the mean loss over the whole sequence, and is computed in segments. For comparison,
+the first line of the table is ordinary training on windows of 4,096 tokens.
 """
 
 import argparse
@@ -32,7 +32,7 @@ WINDOWS = 8
 
 
 def main() -> None:
-    """Measure each length in a process, and print the table."""
+    """Measure each length in its own process, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("text", help="a file")
     parser.add_argument("--lengths", type=int, nargs="+", default=[65_536, 262_144])
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def measured(chosen: argparse.Namespace) -> dict[str, float]:
-    """Make updates on one sequence, or on windows where its length is 0."""
+    """Make one update on a sequence of `chosen.measure` tokens, or updates on windows if this number is 0."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     length, updates = chosen.measure or WINDOW, 1 if chosen.measure else WINDOWS

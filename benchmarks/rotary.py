@@ -1,4 +1,4 @@
-"""Time of rotary positions and their gradient: the kernel against plain PyTorch, interleaved on one thread.
+"""Measure rotary positions and their gradient, in the kernel and in plain PyTorch, in turn on one thread.
 
 python benchmarks/rotary.py
 """
@@ -17,7 +17,7 @@ ROUNDS = 60
 
 
 def seconds(backend: str, x: Tensor, grad: Tensor) -> float:
-    """Rotate queries that lie in a projection, and differentiate."""
+    """Return the seconds to rotate queries, a slice of a larger projection, and to compute the gradient."""
     positions = torch.arange(x.shape[1]).expand(x.shape[:2])
     start = perf_counter()
     with prefer(backend):

@@ -1,9 +1,9 @@
-"""BLEU against the length of the source, of models that translate: what attention is for.
+"""Print and plot the BLEU of translation models against the length of the source.
 
     python benchmarks/sentence_length.py runs/multi30k-fixed runs/multi30k-rnn --out sentence_length.png
 
-The sentences of `test_2016_flickr`, and the same joined two and three at a time, since few captions are long.
-After figure 2 of Bahdanau et al. 2014, arXiv 1409.0473.
+The sources are the sentences of `test_2016_flickr`, alone and joined two and three at a time, because few
+captions are long. The plot follows figure 2 of Bahdanau et al. 2014, arXiv 1409.0473.
 """
 
 import argparse
@@ -26,12 +26,12 @@ BOUNDS = (
     24,
     32,
     64,
-)  # words of a source: of each group, one more than the first and the second
+)  # words of a source; a group has more words than one bound, and at most as many as the next bound
 BEAM, LENGTH_PENALTY = 4, 0.6
 
 
 def joined(sentences: Sequence[str], n: int) -> list[str]:
-    """Join each n sentences that follow one another, without a rest."""
+    """Join every n consecutive sentences; fewer than n sentences at the end are dropped."""
     return [" ".join(sentences[i : i + n]) for i in range(0, len(sentences) - n + 1, n)]
 
 
@@ -42,7 +42,7 @@ def groups(pairs: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
 
 
 def scores(run_dir: Path, limit: int | None) -> Iterator[tuple[float, float]]:
-    """Mean number of words of the sources, and BLEU, for each group."""
+    """Yield the mean number of words of the sources, and the BLEU, for each group."""
     run = run_config.resolve(run_config.read(run_dir / run_config.FILE_NAME, []))
     data: Any = run.dataset
     model: Any = models.load(run_dir).eval()

@@ -1,14 +1,14 @@
-"""Measure the server: `unrolled serve` in a process of its own, and clients on the loopback interface.
+"""Measure `unrolled serve` in its own process, with clients on the loopback interface.
 
-    python benchmarks/serving.py throughput         # clients side by side, beside the plan without a server
-    python benchmarks/serving.py context            # tokens per second after long prompts, beside softmax
-    python benchmarks/serving.py prompt             # what a long prompt does to the others
-    python benchmarks/serving.py sessions           # 10,000 kept states, and one continued from the store
-    python benchmarks/serving.py memory             # 100,000 requests
-    python benchmarks/serving.py failures           # kill -9 of one process of two, ten times
+    python benchmarks/serving.py throughput         # 1 to 64 clients at a time, compared with the plan without a server
+    python benchmarks/serving.py context            # tokens per second after long prompts, compared with softmax
+    python benchmarks/serving.py prompt             # how much a long prompt delays the other requests
+    python benchmarks/serving.py sessions           # 10,000 stored states, and the time to continue a state
+    python benchmarks/serving.py memory             # resident memory over 100,000 requests
+    python benchmarks/serving.py failures           # one of two server processes is killed with SIGKILL, ten times
 
-Models are 4 blocks of 256 with random weights and bytes as tokens, made in runs/serving; --attention names
-another mechanism. The server has one thread for the model.
+The models have 4 blocks of width 256, random weights, and bytes as tokens. They are stored in runs/serving.
+--attention names the mechanism, by default `linear`. The server runs the model on one thread.
 """
 
 import argparse
@@ -87,7 +87,7 @@ class Server:
         raise RuntimeError("the server did not start in a minute")
 
     def memory(self) -> int:
-        """Resident bytes."""
+        """Return the resident memory of the server in bytes."""
         pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
@@ -107,7 +107,7 @@ def server(folder: Path, *options: str):
 
 
 async def stream(port: int, path: str, **body: object) -> AsyncIterator[dict]:
-    """Post a request and yield the chunks of its stream; a client that takes little time itself."""
+    """Post a request and yield the chunks of its stream, with little work in the client."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**22)
     content = json.dumps({"stream": True, **body}).encode()
     lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json"]
@@ -131,7 +131,7 @@ async def stream(port: int, path: str, **body: object) -> AsyncIterator[dict]:
 
 
 async def completion(port: int, prompt: object, tokens: int, **options: object) -> dict:
-    """Run a completion: its text, state, usage, seconds to the first chunk, and the times of all chunks."""
+    """Run a completion; return its text, state and usage, when it began, and time and tokens of each chunk."""
     began, times, text, last = time.perf_counter(), [], "", {}
     usage, counts = {"include_usage": True, "continuous_usage_stats": True}, []
     asked = {
@@ -159,7 +159,7 @@ async def completion(port: int, prompt: object, tokens: int, **options: object) 
 
 
 def drawn_alone(folder: Path, rows: int, tokens: int = 300) -> float:
-    """Tokens per second that the plan draws for that many rows, without a server."""
+    """Measure the tokens per second that the plan generates for this number of rows, without a server."""
     torch.set_num_threads(1)
     p = plan(Decoder.load(folder))
     p.generate([[1]] * rows, 30, seed=0)
@@ -172,7 +172,7 @@ def drawn_alone(folder: Path, rows: int, tokens: int = 300) -> float:
 
 
 def stepped(folder: Path, rows: int, steps: int = 200) -> float:
-    """Tokens per second of `plan.step` for that many rows, which draws nothing."""
+    """Measure the tokens per second of `plan.step`, without sampling, for this number of rows."""
     torch.set_num_threads(1)
     p = plan(Decoder.load(folder))
     state, token = p.init_state(rows), torch.zeros(rows, dtype=torch.long)
@@ -219,7 +219,7 @@ def throughput(attention: str) -> None:
 
 
 def context(attention: str) -> None:
-    """Tokens per second of 8 clients after a long prompt, with this mechanism and with softmax."""
+    """Print the tokens per second of 8 clients after a long prompt, with this mechanism and with softmax."""
     rows, clients = [], 8
     for name in (attention, "softmax"):
         with server(model_folder(name), "--states", "memory:", "--memory", "8GB") as running:
@@ -239,7 +239,7 @@ async def all_of(port: int, texts: list[str], tokens: int) -> list[dict]:
 
 
 def between(found: dict, begin: float, end: float) -> int:
-    """Return how many tokens came after the message at `begin`, up to that at `end`."""
+    """Return how many tokens came after the chunk at time `begin`, up to the chunk at time `end`."""
     counts = [n for t, n in zip(found["times"], found["counts"], strict=True) if begin <= t <= end]
     return counts[-1] - counts[0] if counts else 0
 
@@ -301,7 +301,7 @@ def sessions(attention: str) -> None:
             return await asyncio.gather(*(one(i) for i in range(count)))
 
         began = time.perf_counter()
-        ids = asyncio.run(keep_all())  # which drive the long ones out of memory
+        ids = asyncio.run(keep_all())  # these sessions push the long ones out of the memory of the store
         took = time.perf_counter() - began
         held = running.memory()
         print(
@@ -317,7 +317,7 @@ def sessions(attention: str) -> None:
 
 
 def times(port: int, states: list[str]) -> list[str]:
-    """Continue states: median, lowest and highest time to the first token, and what was cached."""
+    """Continue states; return the median, lowest and highest time to the first token, and the cached tokens."""
     found = [asyncio.run(completion(port, " and", 1, state=state)) for state in states]
     taken = [1000 * (x["times"][0] - x["began"]) for x in found]
     usage = found[0]["usage"]
@@ -356,7 +356,7 @@ def memory(attention: str, requests: int) -> None:
 
 
 def failures(attention: str, rounds: int = 10, clients: int = 16) -> None:
-    """Two processes with one store; in each round one of them is killed while it writes."""
+    """Run two processes with one store, and kill one of them in each round while it generates."""
     folder, store = model_folder(attention), OUT / "failures.sqlite"
     for old in OUT.glob("failures.sqlite*"):
         old.unlink()
@@ -366,7 +366,7 @@ def failures(attention: str, rounds: int = 10, clients: int = 16) -> None:
         MODELS[running.port] = attention
 
     async def conversation(client: int, broken: list[float], gaps: list[float]) -> tuple[str, str | None]:
-        """Some turns, each of which continues the state of the last; a failed one is sent again elsewhere."""
+        """Run turns that each continue the last state; a failed turn is sent again to the other process."""
         text, state, where = "", None, client % 2
         for turn in range(turns):
             while True:
