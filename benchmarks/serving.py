@@ -1,11 +1,11 @@
 """Measure `unrolled serve` in its own process, with clients on the loopback interface.
 
-    python benchmarks/serving.py throughput         # 1 to 64 clients at a time, compared with the plan without a server
-    python benchmarks/serving.py context            # tokens per second after long prompts, compared with softmax
-    python benchmarks/serving.py prompt             # how much a long prompt delays the other requests
-    python benchmarks/serving.py sessions           # 10,000 stored states, and the time to continue a state
-    python benchmarks/serving.py memory             # resident memory over 100,000 requests
-    python benchmarks/serving.py failures           # one of two server processes is killed with SIGKILL, ten times
+    python benchmarks/serving.py throughput    # 1 to 64 clients, compared with the plan without a server
+    python benchmarks/serving.py context       # tokens per second after long prompts, compared with softmax
+    python benchmarks/serving.py prompt        # how much a long prompt delays the other requests
+    python benchmarks/serving.py sessions      # 10,000 stored states, and the time to continue a state
+    python benchmarks/serving.py memory        # resident memory over 100,000 requests
+    python benchmarks/serving.py failures      # one of two server processes is killed with SIGKILL, ten times
 
 The models have 4 blocks of width 256, random weights, and bytes as tokens. They are stored in runs/serving.
 --attention names the mechanism, by default `linear`. The server runs the model on one thread.
@@ -131,7 +131,7 @@ async def stream(port: int, path: str, **body: object) -> AsyncIterator[dict]:
 
 
 async def completion(port: int, prompt: object, tokens: int, **options: object) -> dict:
-    """Run a completion; return its text, state and usage, when it began, and time and tokens of each chunk."""
+    """Run a completion; return its text, state, usage and start, and time and tokens of each chunk."""
     began, times, text, last = time.perf_counter(), [], "", {}
     usage, counts = {"include_usage": True, "continuous_usage_stats": True}, []
     asked = {
@@ -317,7 +317,7 @@ def sessions(attention: str) -> None:
 
 
 def times(port: int, states: list[str]) -> list[str]:
-    """Continue states; return the median, lowest and highest time to the first token, and the cached tokens."""
+    """Continue states; return median, lowest and highest time to the first token, and the cached tokens."""
     found = [asyncio.run(completion(port, " and", 1, state=state)) for state in states]
     taken = [1000 * (x["times"][0] - x["began"]) for x in found]
     usage = found[0]["usage"]
