@@ -11,7 +11,7 @@ export class Runtimes {
   /** WebGPU, if the folder has it and the browser finds an adapter; then wasm. */
   static async find() {
     if (typeof WebAssembly === "undefined") {
-      throw new Failure("This browser has no WebAssembly, or it is switched off, and the models run in it.");
+      throw new Failure("The models run in WebAssembly, but this browser has no WebAssembly, or it is switched off.");
     }
     const record = await fetchJson("runtime/runtime.json");
     const adapter = record.builds.webgpu && (await navigator.gpu?.requestAdapter().catch(() => null));
@@ -72,7 +72,7 @@ export class Graph {
     const { ort, session, provider } = await begin(`${folder}/${file}`, graph, runtimes, onBytes);
     const same = (found, wanted) => found.length === wanted.length && wanted.every((name) => found.includes(name));
     if (!same(session.inputNames, manifest.inputs) || !same(session.outputNames, manifest.outputs)) {
-      throw new Failure(`${folder}/${file} has other inputs or outputs than its manifest: they are of two models.`);
+      throw new Failure(`${folder}/${file} has other inputs or outputs than its manifest: the two files belong to different models.`);
     }
     return new this(ort, session, provider, runtimes.name, manifest, vocabulary);
   }

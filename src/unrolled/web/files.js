@@ -25,7 +25,7 @@ export async function fetchBytes(url, onBytes = () => {}) {
       onBytes(value.length);
     }
   } catch {
-    throw new Failure(`${url} broke off after ${size} bytes.`);
+    throw new Failure(`The download of ${url} broke off after ${size} bytes.`);
   }
   const bytes = new Uint8Array(size);
   let end = 0;

@@ -40,7 +40,7 @@ export class Memory {
       canvas.setAttribute("aria-label", `Head ${head + 1}: ${rows} by ${columns} numbers`);
     });
     const phis = this.engine.manifest.probes?.length;
-    this.caption.textContent = `${this.title}: ${phis ? "for each head the state S, on its left φ(q) of the last token, below φ(q)·S, which is read from it" : `the state ${part.name.split(".").at(-1)} of each head`}. Always ${rows} × ${columns} numbers.`;
+    this.caption.textContent = `${this.title}: ${phis ? "the state S of each head, with φ(q) of the last token on its left. Below S is φ(q)·S, which the model reads from S" : `the state ${part.name.split(".").at(-1)} of each head`}. Each state always has ${rows} × ${columns} numbers.`;
   }
 
   paintCaches(part, { data, dims }, capacity) {
@@ -52,7 +52,7 @@ export class Memory {
       paintCache(canvas, width, length, capacity, (token, i) => data[token * stride[time] + head * stride[other] + i]);
       canvas.setAttribute("aria-label", `Head ${head + 1}: ${width} numbers for each of ${length} tokens`);
     });
-    this.caption.textContent = `${this.title}: the keys of each head, a column for every token read, ${length} so far. The values take as much again.`;
+    this.caption.textContent = `${this.title}: the keys of each head, with a column for each token. ${length} tokens are read so far. The values take as much memory as the keys.`;
   }
 
   canvases(count, className) {

@@ -102,7 +102,7 @@ async function show(name) {
   $("runtime").textContent = `${group.models[0].engine.runtime}, on ${Array.from(providers).join(" and ")}.`;
   if (kind === "speech") {
     speech.show(group.models);
-    entitle("Speech, written down", "");
+    entitle("Speech to text", "");
   } else {
     introduce();
     prepare();
@@ -129,10 +129,10 @@ function introduce() {
   const constant = transformers.some((model) => !model.engine.grows);
   const rest = constant ? "that runs as an RNN" : "one token at a time";
   const title = transformers.length ? `A transformer${constant ? " " : ", "}${rest}` : "A recurrent network, one token at a time";
-  const trained = transformers.length ? "Trained on whole sequences at once, a model goes on here one token at a time." : "";
+  const trained = transformers.length ? "The models were trained on whole sequences at once. Here they read and write one token at a time." : "";
   entitle(title, trained, ...group.models.flatMap((model) => {
     const name = Object.assign(document.createElement("strong"), { className: model.side, textContent: model.title });
-    return [" ", name, model.engine.grows ? " keeps more with every token." : " keeps all that it has read in a state that never grows."];
+    return [" ", name, model.engine.grows ? " keeps more in memory with every token." : " keeps what it has read in a state that never grows."];
   }));
 }
 
@@ -175,7 +175,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => pain
 
 function describeTemperature() {
   const value = Number($("temperature").value);
-  $("temperature-shown").textContent = value ? value.toFixed(2) : "0, the likeliest always";
+  $("temperature-shown").textContent = value ? value.toFixed(2) : "0: always the likeliest token";
 }
 
 /** Set up the input for the group. */
@@ -222,7 +222,7 @@ function order() {
     return { prompt, count: pad.ink.length - prompt.length };
   }
   const prompt = vocabulary.encode($("prompt").value);
-  if (!prompt.length && engine.manifest.start_token === null) throw new Failure("Type a few characters: this model goes on from something.");
+  if (!prompt.length && engine.manifest.start_token === null) throw new Failure("Type a few characters: this model needs a prompt.");
   const wrong = prompt.find((id) => id >= engine.manifest.vocab_size);
   if (wrong !== undefined) throw new Failure(`The model has the token ids 0 to ${engine.manifest.vocab_size - 1}, not ${wrong}.`);
   if (prompt.length > LONGEST) throw new Failure(`The prompt is too long: ${prompt.length} tokens, where this page reads ${LONGEST} at most.`);
@@ -293,7 +293,7 @@ async function run() {
     for (const model of group.models) window.unrolled.runs[model.name] = { prompt, ids: model.ids, bytes: model.bytes };
   }
   paint(true);
-  const bound = room === count ? ` These models learned ${group.models[0].engine.manifest.max_positions} positions, and they are used up.` : "";
+  const bound = room === count ? ` These models learned ${group.models[0].engine.manifest.max_positions} positions, and all of them are used.` : "";
   $("status").textContent = `${stopped ? "Stopped" : "Done"} after ${group.models[0].ids.length} tokens.${bound}`;
   if (document.body.dataset.state === "running") setState("ready"); // but not while another group is loading
 }

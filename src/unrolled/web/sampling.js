@@ -30,7 +30,7 @@ export function draw(logits, settings, random, seen) {
   let best = 0;
   for (let id = 1; id < scores.length; id++) if (scores[id] > scores[best]) best = id;
   if (!Number.isFinite(scores[best]) || scores.some(Number.isNaN)) {
-    throw new Failure("The model gave something that is no number, so there is nothing to draw from.");
+    throw new Failure("The model returned a value that is no number, so no token can be drawn.");
   }
   if (temperature === 0) return best;
 

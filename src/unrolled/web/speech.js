@@ -74,13 +74,13 @@ export class Speech {
       const samples = await read();
       if (gone()) return;
       this.offer(false);
-      this.say("Writing down.");
+      this.say("Transcribing.");
       window.unrolled.sound = samples;
       for (const { name, engine, card } of models) {
         const { ids, text, ms } = await engine.transcribe(samples);
         if (gone()) return;
         window.unrolled.runs[name] = { ids, text };
-        this.write(card, text || "Nothing was heard.", `${ms.toFixed(0)} ms`);
+        this.write(card, text || "No speech was recognised.", `${ms.toFixed(0)} ms`);
       }
       this.say(`Done: ${(samples.length / models[0].engine.manifest.rate).toFixed(1)} seconds of sound.`);
     } catch (error) {

@@ -8,7 +8,7 @@ const FIELDS = { max_tokens: "text", temperature: "both", top_p: "both", top_k: 
 
 const describe = () => {
   const value = Number($("temperature").value);
-  $("temperature-shown").textContent = value ? value.toFixed(2) : "0, the likeliest always";
+  $("temperature-shown").textContent = value ? value.toFixed(2) : "0: always the likeliest token";
 };
 
 /** Fill the fields with the last values, and store changes. */

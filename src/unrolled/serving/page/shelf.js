@@ -20,7 +20,7 @@ export function keep(place, tree) {
     if (json === null) throw new Error("too long");
     localStorage.setItem(place, json);
   } catch {
-    return "This browser has no room to keep the history: it lasts until the page is closed.";
+    return "This browser has no room for the history, which is lost when the page is closed.";
   }
-  return dropped ? "The history has become too long to keep: its oldest ends have been let go." : "";
+  return dropped ? "The history was too long to store, so its oldest ends outside the current path were removed." : "";
 }

@@ -37,7 +37,7 @@ export class TextView {
     const again = base && this.tree.children(base.id).length > 0;
     const read = typed ? ` It reads ${characters(typed)} first.` : "";
     let hint;
-    if (!base) hint = this.tree.current ? "Nothing of the earlier text is left: this begins a new text." : "Type a beginning, or leave it empty where the model can begin by itself.";
+    if (!base) hint = this.tree.current ? "Nothing of the earlier text is left: this begins a new text." : "Type a beginning, or leave the field empty if the model can begin by itself.";
     else if (base.id !== this.tree.current) hint = `The text is changed: this makes a branch after “${firstWords(textOf(base), 30)}”.${read}`;
     else if (again) hint = `This piece has been continued before: another branch begins here.${read}`;
     else if (reread) hint = `The server kept no state here: the model reads ${characters(reread + typed)} again.`;

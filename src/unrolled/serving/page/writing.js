@@ -10,7 +10,7 @@ import { download, upload } from "./states.js";
 import { tokens } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
-const ENDS = { stop: "The model ended the text.", length: "", stopped: "Stopped.", broken: "What came before is kept." };
+const ENDS = { stop: "The model ended the text.", length: "", stopped: "Stopped.", broken: "The text so far is kept." };
 
 export class Writing {
   /** `fail(error, again)` shows an error; `again` repeats the action that failed. */
