@@ -12,9 +12,10 @@ HELD = {True: "held", False: "**not held**", None: "not known yet"}
 TEXT = """\
 # Which claims hold
 
-What [`unrolled reproduce NAME --scale full`](reproduce.md) found. An expectation is written down before the
-runs and never changed to fit them. Small models on one core of a CPU decide whether a claim holds here, not
-whether it holds at the sizes of the sources. Losses are in nats, with standard errors over the seeds.
+This page has the results of [`unrolled reproduce NAME --scale full`](reproduce.md). Expectations are
+written down before the runs, and never changed to fit the results. All models are small and trained on one
+core of a CPU. So the results show whether a claim holds at this size, not whether it holds at the sizes in
+the sources. Losses are in nats, with standard errors over the seeds.
 """
 
 
@@ -22,7 +23,7 @@ def page() -> str:
     """Return the page, in Markdown."""
     found = [(load(name), experiments.obtained(name)) for name in experiments.names()]
     lines = [_line(*each) for each in found]
-    head = "| experiment | claim | expected | minutes of a core |\n| --- | --- | --- | ---: |"
+    head = "| experiment | claim | expectations | minutes of a core |\n| --- | --- | --- | ---: |"
     sections = [_section(*each) for each in found]
     return "\n".join([TEXT, head, *lines, "", *sections])
 
