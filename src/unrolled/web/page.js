@@ -129,7 +129,7 @@ function introduce() {
   const constant = transformers.some((model) => !model.engine.grows);
   const rest = constant ? "that runs as an RNN" : "one token at a time";
   const title = transformers.length ? `A transformer${constant ? " " : ", "}${rest}` : "A recurrent network, one token at a time";
-  const trained = transformers.length ? "The models were trained on whole sequences at once. Here they read and write one token at a time." : "";
+  const trained = transformers.length ? "A transformer is trained on whole sequences at once. Here it reads and writes one token at a time." : "";
   entitle(title, trained, ...group.models.flatMap((model) => {
     const name = Object.assign(document.createElement("strong"), { className: model.side, textContent: model.title });
     return [" ", name, model.engine.grows ? " keeps more in memory with every token." : " keeps what it has read in a state that never grows."];
