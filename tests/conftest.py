@@ -1,12 +1,17 @@
 """Settings of every test process, and a fixture for tests that write ONNX graphs again and again."""
 
 import gc
+import signal
 
 import pytest
 
 # A full collection visits every object of torch and of the tests, and exports make garbage by the million: at
 # Python's own thresholds, which suit small programs, the collector takes 3 % of all the time.
 gc.set_threshold(20_000, 20, 20)
+
+# Under `nohup` it is ignored, also by the processes that the tests start, and these are meant to end by it.
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 TRACED = {}
 
