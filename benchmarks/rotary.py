@@ -1,42 +1,78 @@
-"""Measure rotary positions and their gradient, in the kernel and in plain PyTorch, in turn on one thread.
+"""Time of rotary positions: the C++ kernel against plain PyTorch, in turn, on one thread.
 
-python benchmarks/rotary.py
+    python benchmarks/rotary.py
+
+First the rotation of queries and its gradient, then a whole update of the model of the recipe `small-lm`, in
+which every second layer has rotary positions.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from statistics import median
 from time import perf_counter
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
-from unrolled.ops.dispatch import prefer
+from unrolled.cli.recipes import RECIPES
+from unrolled.models import Decoder, DecoderConfig
+from unrolled.ops import rotation
 from unrolled.ops.positions import rotary
+from unrolled.training import TrainConfig
+from unrolled.training.optim import build_optimizers
 
 SIZES = [(8, 256, 4, 32), (1, 4096, 8, 64)]  # batch, tokens, heads, width
-ROUNDS = 60
+ROUNDS, WARM_UP = 60, 4
 
 
-def seconds(backend: str, x: Tensor, grad: Tensor) -> float:
-    """Return the seconds to rotate queries, a slice of a larger projection, and to compute the gradient."""
-    positions = torch.arange(x.shape[1]).expand(x.shape[:2])
-    start = perf_counter()
-    with prefer(backend):
-        torch.autograd.grad(rotary(x, positions), x, grad)
-    return perf_counter() - start
+def compare(name: str, run: Callable[[], object]) -> None:
+    """Print the median times of both forms."""
+    plain = patch.object(rotation, "_supports", return_value=False)
+    times: list[list[float]] = [[], []]
+    for _ in range(WARM_UP + ROUNDS):
+        for form, seconds in zip((plain, nullcontext()), times, strict=True):
+            with form:
+                start = perf_counter()
+                run()
+                seconds.append(perf_counter() - start)
+    slow, fast = (1e3 * median(x[WARM_UP:]) for x in times)
+    print(f"{name}: {slow:.2f} ms, kernel {fast:.2f} ms, {slow / fast:.2f}x")
 
 
-def main() -> None:
-    """Print a line for each type and size."""
-    torch.set_num_threads(1)
+def rotations() -> None:
+    """Rotate queries that are a part of a wider projection, and compute the gradient."""
     for dtype in (torch.float32, torch.bfloat16):
         for B, T, H, D in SIZES:
-            projected = torch.randn(B, T, 3 * H * D).to(dtype)
-            x = projected[..., : H * D].unflatten(-1, (H, D)).requires_grad_()
-            grad = torch.randn(B, T, H, D).to(dtype)
-            rounds = [[seconds(name, x, grad) for name in ("plain", "native")] for _ in range(ROUNDS)]
-            plain, native = (1e3 * median(times) for times in zip(*rounds, strict=True))
-            print(f"{dtype}, {[B, T, H, D]}: {plain:.2f} ms, kernel {native:.2f} ms, {plain / native:.1f}x")
+            x = torch.randn(B, T, 3 * H * D).to(dtype)[..., : H * D].unflatten(-1, (H, D)).requires_grad_()
+            grad, positions = torch.randn(B, T, H, D).to(dtype), torch.arange(T).expand(B, T)
+
+            def run() -> object:
+                return torch.autograd.grad(rotary(x, positions), x, grad)  # noqa: B023, run before the next
+
+            compare(f"{dtype}, {[B, T, H, D]}", run)
+
+
+def update() -> None:
+    """Update the model on 8 windows of 256 characters, in bf16."""
+    recipe = RECIPES["small-lm"]
+    settings = dict(recipe["model"])
+    settings["attention"] = settings["attention"] * (settings["n_layers"] // 2)
+    model = Decoder(DecoderConfig(vocab_size=65, **settings)).train()
+    tokens = torch.randint(65, (recipe["train"]["batch_size"], recipe["data"]["length"] + 1))
+    optimizers = build_optimizers(model, TrainConfig(**recipe["train"]))
+
+    def run() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()  # type: ignore[no-untyped-call]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    compare("an update", run)
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    rotations()
+    update()

@@ -9,7 +9,7 @@ import pytest
 # Python's own thresholds, which suit small programs, the collector takes 3 % of all the time.
 gc.set_threshold(20_000, 20, 20)
 
-# Under `nohup` it is ignored, also by the processes that the tests start, and these are meant to end by it.
+# Under `nohup`, this process and those that it starts would ignore SIGHUP, but tests end processes by SIGHUP.
 if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

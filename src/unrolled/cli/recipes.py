@@ -11,7 +11,7 @@ from typing import Any
 
 Sections = Mapping[str, Mapping[str, Any]]
 
-# A model of less than a million weights.
+# What most recipes have in common.
 _SMALL = {"d_model": 128, "n_layers": 4, "n_heads": 4}
 
 # Models this small see a text of a megabyte several times. Weight decay keeps them from learning it by heart;

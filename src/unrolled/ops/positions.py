@@ -94,9 +94,8 @@ def rotary(
     """
     if positions.shape != x.shape[:-2]:
         raise wrong_shape("positions", positions, f"{list(x.shape[:-2])} for x {shape(x)}")
-    if (
-        positions.dim() == 2 and positions.stride(0) == 0
-    ):  # all rows of the batch have the positions of the first
+    # Expanded positions are the same in all rows, so the angles of one row are enough.
+    if positions.dim() == 2 and positions.stride(0) == 0:
         positions = positions[:1]
     turned = x.shape[-1] if dim is None else min(dim, x.shape[-1])
     angles = _angles(positions, turned, "the head width", base, closed)

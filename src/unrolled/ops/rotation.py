@@ -20,10 +20,14 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
         y_2i = x_2i cos_i - x_2i+1 sin_i,    y_2i+1 = x_2i sin_i + x_2i+1 cos_i
 
+    Su et al. 2021, "RoFormer" (arXiv 2104.09864), eq. 34. This function checks nothing:
+    `unrolled.ops.positions.rotary` checks its arguments, and computes the angles from positions.
+
     Args:
-        x: `[..,H,D]`, with D >= 2 P.
-        cos: cosines of the angles, `[..,P]`; the first axis may be of size 1, for angles that all rows share.
-        sin: their sines, of the same shape.
+        x: `[...,H,D]`, with D >= 2 P.
+        cos: cosines of the angles, `[...,P]`; the first axis may be of size 1, for angles that all rows
+            share. The angles are constants: only `x` has a gradient.
+        sin: sines of the angles, of the same shape.
 
     Returns:
         A tensor like `x`. On a CPU, 16-bit inputs are rotated in fp32 and rounded once.
