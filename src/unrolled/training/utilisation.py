@@ -6,8 +6,8 @@ and twice as many in the backward pass. With W such weights,
     MFU = 6 W * tokens per second / speed of the processor
 
 (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, without its term for attention, which differs between
-the mechanisms). Recomputed activations do not count. The speed is measured with the product of two square
-matrices in the dtype in which the model computes.
+the mechanisms). Recomputed activations do not count. The speed is that of a linear layer
+(`unrolled.ops.dense.linear`) with a large square weight, in the dtype in which the model computes.
 """
 
 import time
@@ -16,6 +16,7 @@ from functools import cache
 import torch
 from torch import nn
 
+from unrolled.ops.dense import linear
 from unrolled.training.interfaces import Trainable
 
 SIZE = {"cpu": 1024, "cuda": 8192}  # of the matrices, large enough for the highest speed
@@ -34,7 +35,7 @@ def flops_per_token(model: Trainable) -> int:
 
 
 def speed_of_products(device: torch.device, *, bf16: bool) -> float:
-    """Measure the operations per second of a large matrix product, with torch's threads as they are."""
+    """Measure the operations per second of a large linear layer, with torch's threads as they are."""
     return _speed(device, torch.bfloat16 if bf16 else torch.float32, torch.get_num_threads())
 
 
@@ -46,7 +47,7 @@ def _speed(device: torch.device, dtype: torch.dtype, threads: int) -> float:
     with torch.no_grad():
         for _ in range(PRODUCTS):
             began = time.perf_counter()
-            a @ a
+            linear(a, a)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times.append(time.perf_counter() - began)
