@@ -2,13 +2,13 @@
 
 import hashlib
 import io
-import tarfile
 import wave
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from published import tar
 
 from unrolled.data import an4, spoken_digits
 
@@ -44,17 +44,6 @@ def content(samples: np.ndarray, rate: int, kind: str) -> bytes:
     return file.getvalue()
 
 
-def archive(files: dict[str, bytes], mode: str) -> bytes:
-    """Return a tar archive."""
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode=mode) as tar:
-        for name, data in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    return out.getvalue()
-
-
 def an4_files() -> dict[str, bytes]:
     """The files of a small AN4: six utterances to train on, and two to test."""
     files = {"an4/README": b"about"}
@@ -83,7 +72,7 @@ def write_an4(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             digest.update(said.encode() + samples.tobytes())
     monkeypatch.setattr(an4, "SHA256", digest.hexdigest())
     (root / "an4").mkdir()
-    (root / "an4/an4_flac.tar").write_bytes(archive(an4_files(), "w"))
+    (root / "an4/an4_flac.tar").write_bytes(tar(an4_files(), "w"))
     return root
 
 
@@ -99,5 +88,5 @@ def write_digits(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 files[name] = content(samples, spoken_digits.RATE, "WAV")
     monkeypatch.setattr(spoken_digits, "SHA256", digest.hexdigest())
     (root / "fsdd").mkdir()
-    (root / "fsdd/fsdd_recordings.tar.xz").write_bytes(archive(files, "w:xz"))
+    (root / "fsdd/fsdd_recordings.tar.xz").write_bytes(tar(files, "w:xz"))
     return root

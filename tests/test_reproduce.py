@@ -1,37 +1,28 @@
 """`unrolled reproduce` from the first run to the report, interrupted and repeated."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from commands import error, run, works
 from experiments.test_definition import TINY
 from multi30k_files import write_multi30k
+from published import write_babi, write_imdb, write_mnist
+from sounds import write_an4
 
 from unrolled import experiments, training
 from unrolled.cli import _claims, _experiment_report, _experiments
+from unrolled.data import cifar10
 from unrolled.experiments import Results, made_of
 from unrolled.training import read_log
 
-REAL = {
-    "attention-spectra": "imdb",
-    "bigbird-blocks": "imdb",
-    "cells": "wikitext2",
-    "cifar-generation": "cifar10",
-    "edited-reviews": "imdb",
-    "lra-text": "imdb",
-    "memory-questions": "babi",
-    "mnist-generation": "mnist",
-    "permuted-pixels": "mnist",
-    "speech-ctc": "an4",
-    "video-masks": "mnist",
-}
 TEXTS = (
     "causal-mechanisms",
+    "cells",
     "learning-rates",
     "lm-equal-time",
     "lm-small",
@@ -40,6 +31,39 @@ TEXTS = (
     "sparse-patterns",
     "war-and-peace",
 )
+
+
+def write_all_babi(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write stories of all tasks but the third."""
+    story = "1 Mary is in the {}.\n2 Where is Mary?\t{}\t1\n"
+    stories = "".join(story.format(room, room) for room in ("hall", "garden") * 20)
+    tasks = [task for task in range(1, 21) if task != 3]
+    files = {f"qa{task}_x_{part}.txt": stories for task in tasks for part in ("train", "test")}
+    return write_babi(root, monkeypatch, files)
+
+
+def write_subset_of_cifar10(root: Path, _monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write two random images for each split, in the place of the subset."""
+    images = np.random.default_rng(0).integers(256, size=(2, 32, 32, 3)).astype(np.uint8)
+    (root / "cifar10").mkdir()
+    arrays = dict.fromkeys(("x_train", "x_test"), images) | dict.fromkeys(("y_train", "y_test"), np.zeros(2))
+    np.savez(root / cifar10.SUBSET, **arrays)
+    return root
+
+
+WRITTEN = {
+    "attention-for-translation": write_multi30k,
+    "attention-spectra": write_imdb,
+    "bigbird-blocks": write_imdb,
+    "cifar-generation": write_subset_of_cifar10,
+    "edited-reviews": write_imdb,
+    "lra-text": write_imdb,
+    "memory-questions": write_all_babi,
+    "mnist-generation": write_mnist,
+    "permuted-pixels": write_mnist,
+    "speech-ctc": write_an4,
+    "video-masks": write_mnist,
+}
 
 
 @pytest.fixture
@@ -203,19 +227,19 @@ def test_what_cannot_be_done_is_said(tiny: Path, words: list[str], message: str)
 @pytest.mark.documents
 @pytest.mark.parametrize("name", experiments.names())
 def test_every_experiment_makes_two_steps(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, options = experiments.path(name), []
-    if name == "attention-for-translation":
-        options = ["--data-dir", write_multi30k(tmp_path, monkeypatch)]
-    if name in REAL and not Path(os.environ.get("UNROLLED_DATA", ""), REAL[name]).is_dir():
-        pytest.skip(f"needs the real files: set UNROLLED_DATA to a folder that has {REAL[name]}/")
+    path = experiments.path(name)
+    if name in WRITTEN:
+        WRITTEN[name](tmp_path, monkeypatch)
     if name in TEXTS:
         values = yaml.safe_load(path.read_text())
         text = tmp_path / "text.txt"
         text.write_text("the quick brown fox jumps over the lazy dog and back again " * 800)
-        values["base"]["data"]["path"] = str(text)
+        files = values["base"]["data"]
+        files |= {key: str(text) for key in ("path", "val_path") if key in files}
         path = tmp_path / path.name
         path.write_text(yaml.safe_dump(values))
-    works("reproduce", path, "--scale", "smoke", "--out", tmp_path / "out", *options)
+    words = ["--scale", "smoke", "--out", tmp_path / "out", "--data-dir", tmp_path]
+    works("reproduce", path, *words)
     results = json.loads((tmp_path / "out" / name / "smoke" / "results.json").read_text())
     assert len(results["table"]["lines"]) == len(_experiments.load(name).contenders)
 

@@ -1,16 +1,12 @@
 """Stories are read as published: the sentences of a question, the held-out tenth, refused files."""
 
-import hashlib
-import io
-import tarfile
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published import babi_archive, write_babi
 
 from unrolled.cli import run_config
-from unrolled.data import babi
 from unrolled.data.babi import BabiDataset, parse, split_words
 from unrolled.models import MemN2N, MemN2NConfig, MemNNConfig
 from unrolled.training import TrainConfig, dry_run, train
@@ -32,28 +28,9 @@ FILES = {
 }
 
 
-def archive(files):
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w:xz") as tar:
-        for name, text in {"../README": "about", "qa1_x_train.dat": "?", **files}.items():
-            member = tarfile.TarInfo(f"tasks_1-20_v1-2/en-10k/{name}")
-            member.size = len(text)
-            tar.addfile(member, io.BytesIO(text.encode()))
-    return file.getvalue()
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Write five files as an archive in the real form, and expect their checksums."""
-    for task, text in {
-        1: "".join(text for name, text in FILES.items() if name.startswith("qa1_")),
-        3: TEST,
-        8: "".join(text for name, text in FILES.items() if name.startswith("qa8_")),
-    }.items():
-        monkeypatch.setitem(babi.SHA256, task, hashlib.sha256(text.encode()).hexdigest())
-    (tmp_path / "babi").mkdir()
-    (tmp_path / "babi/babi_en-10k_no-qa3train.tar.xz").write_bytes(archive(FILES))
-    return tmp_path
+    return write_babi(tmp_path, monkeypatch, FILES)
 
 
 def in_words(dataset, batch):
@@ -156,8 +133,8 @@ def test_the_unpacked_folder_serves_as_well(folder, tmp_path):
 def test_other_files_are_refused(folder):
     path = folder / "babi/babi_en-10k_no-qa3train.tar.xz"
     for content, message in {
-        archive(FILES | {"qa8_lists-sets_test.txt": "1 Mary.\n"}): "the files of task 8 have the sha256",
-        archive({}): "it has no file such as en-10k/qa1",
+        babi_archive(FILES | {"qa8_lists-sets_test.txt": "1 Mary.\n"}): "the files of task 8 have the sha256",
+        babi_archive({}): "it has no file such as en-10k/qa1",
         b"no archive": "it is not a tar archive",
     }.items():
         path.write_bytes(content)

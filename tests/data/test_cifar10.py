@@ -1,41 +1,16 @@
-import hashlib
-import io
-import tarfile
-
 import numpy as np
 import pytest
 import torch
+from published import write_cifar10
 
 from unrolled import data
 from unrolled.data import cifar10
 from unrolled.data.cifar10 import Cifar10Dataset, read_subset
 
 
-def archive(images: dict[str, np.ndarray]) -> bytes:
-    """The official format: each image a label, then its planes of red, green and blue."""
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w:gz") as tar:
-        for name, pictures in images.items():
-            planes = pictures.transpose(0, 3, 1, 2).reshape(len(pictures), -1)
-            labels = np.full((len(pictures), 1), ord(name[-1]) % 10, np.uint8)
-            content = np.concatenate([labels, planes], axis=1).tobytes()
-            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return file.getvalue()
-
-
 @pytest.fixture
 def small(tmp_path, monkeypatch) -> dict[str, np.ndarray]:
-    """Write a few images in the real format, under the real name, and expect their checksum."""
-    rng = np.random.default_rng(0)
-    names = ["data_batch_2", "test_batch", *(f"data_batch_{i}" for i in (1, 3, 4, 5))]
-    images = {name: rng.integers(256, size=(2, 32, 32, 3)).astype(np.uint8) for name in names}
-    path = tmp_path / cifar10.PATH
-    path.parent.mkdir()
-    path.write_bytes(archive(images))
-    monkeypatch.setattr(cifar10, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
-    return images
+    return write_cifar10(tmp_path, monkeypatch)
 
 
 def test_colours_of_a_pixel_follow_each_other(small, tmp_path):

@@ -1,56 +1,24 @@
 """The reviews are read as published, cut and padded, and anything else is refused."""
 
-import hashlib
-import io
-import tarfile
-
 import pytest
 import torch
+from published import REVIEWS, imdb_archive, write_imdb
 
 from unrolled.cli import run_config
-from unrolled.data import imdb
 from unrolled.data.imdb import ImdbDataset, read_reviews
 from unrolled.models import Encoder, EncoderConfig
 from unrolled.training import TrainConfig, dry_run, train
 
-REVIEWS = {
-    f"aclImdb/{part}/{label}/{number}_{stars}.txt": f"{part} {label} {number} ".encode() * length
-    for part in ("train", "test")
-    for label, stars in (("neg", 2), ("pos", 9))
-    for number, length in enumerate((1, 3, 2))
-}
-
-
-def archive(reviews, mode="w:xz"):
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode=mode) as tar:
-        others = {"aclImdb/README": b"about", "aclImdb/train/unsup/0_0.txt": b"?"}
-        for name, text in (others | reviews).items():
-            member = tarfile.TarInfo(name)
-            member.size = len(text)
-            tar.addfile(member, io.BytesIO(text))
-    return file.getvalue()
-
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Write twelve reviews as an archive in the real form, and expect their checksum."""
-    digest = hashlib.sha256()
-    for split, label, number in sorted(
-        (a, b, n) for a in ("train", "test") for b in ("neg", "pos") for n in range(3)
-    ):
-        text = next(text for name, text in REVIEWS.items() if f"/{split}/{label}/{number}_" in name)
-        digest.update(f"{(split, label, number)} {len(text)}\n".encode() + text)
-    monkeypatch.setattr(imdb, "SHA256", digest.hexdigest())
-    (tmp_path / "imdb").mkdir()
-    (tmp_path / "imdb/aclImdb_labelled.tar.xz").write_bytes(archive(REVIEWS))
-    return tmp_path
+    return write_imdb(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("mode", ["w:xz", "w:gz", "w"])
 def test_reviews_are_read_whatever_compressed_them_and_in_whatever_order(folder, mode):
     backwards = dict(reversed(REVIEWS.items()))
-    reviews = read_reviews(archive(backwards, mode))
+    reviews = read_reviews(imdb_archive(backwards, mode))
     assert [label for label, _ in reviews["train"]] == [0, 0, 0, 1, 1, 1]
     assert reviews["val"][4] == (1, b"test pos 1 " * 3)
 
@@ -125,9 +93,12 @@ def test_a_run_on_them_has_an_encoder(folder):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (archive(REVIEWS | {"aclImdb/test/pos/1_9.txt": b"!"}), "its 12 labelled reviews have the sha256"),
+        (
+            imdb_archive(REVIEWS | {"aclImdb/test/pos/1_9.txt": b"!"}),
+            "its 12 labelled reviews have the sha256",
+        ),
         (b"no archive", "it is not a tar archive"),
-        (archive(REVIEWS)[:-60], "it is not a tar archive"),
+        (imdb_archive(REVIEWS)[:-60], "it is not a tar archive"),
     ],
     ids=["changed", "no archive", "cut short"],
 )

@@ -1,35 +1,19 @@
 import gzip
-import hashlib
-import struct
 
 import numpy as np
 import pytest
 import torch
+from published import idx_images, write_mnist
 
 from unrolled import data
 from unrolled.data import mnist
-from unrolled.data._files import PublishedFile
 from unrolled.data.mnist import MnistDataset, parse_idx_images
-
-
-def idx(images: np.ndarray, magic: int = 0x0803) -> bytes:
-    return struct.pack(">4I", magic, *images.shape) + images.astype(np.uint8).tobytes()
 
 
 @pytest.fixture
 def small(tmp_path, monkeypatch) -> dict[str, np.ndarray]:
-    """Write 7 and 3 images in the real format, under the real names, and expect their checksums."""
-    rng = np.random.default_rng(0)
-    images = {"train": rng.integers(256, size=(7, 28, 28)), "val": rng.integers(256, size=(3, 28, 28))}
-    files = {}
-    for split, file in mnist.FILES.items():
-        content = idx(images[split])
-        target = tmp_path / file.path
-        target.parent.mkdir(exist_ok=True)
-        target.write_bytes(gzip.compress(content))
-        files[split] = PublishedFile(file.path, file.url, hashlib.sha256(content).hexdigest())
-    monkeypatch.setattr(mnist, "FILES", files)
-    return images
+    """The images of a small MNIST in `tmp_path`."""
+    return {split: images for split, (images, _) in write_mnist(tmp_path, monkeypatch).items()}
 
 
 def test_the_files_are_read_pixel_for_pixel(small, tmp_path):
@@ -50,7 +34,7 @@ def test_the_environment_names_the_folder(small, tmp_path, monkeypatch):
 
 def test_a_file_with_other_pixels_is_refused(small, tmp_path):
     path = tmp_path / mnist.FILES["val"].path
-    path.write_bytes(gzip.compress(idx(255 - small["val"])))
+    path.write_bytes(gzip.compress(idx_images(255 - small["val"])))
     with pytest.raises(ValueError, match=r"t10k-images-idx3-ubyte.gz is corrupt"):
         MnistDataset(tmp_path)
 
@@ -64,10 +48,13 @@ def test_missing_files_are_named_with_their_address(tmp_path):
     ("content", "message"),
     [
         (b"", "0 bytes, fewer than its header of 16"),
-        (idx(np.zeros((2, 3, 3)))[:15], "15 bytes, fewer than its header of 16"),
-        (idx(np.zeros((2, 3, 3)), magic=0x0801), "starts with 0x00000801, but images start with 0x00000803"),
-        (idx(np.zeros((2, 3, 3)))[:-1], r"17 pixels, but its header \(2, 3, 3\) announces 18"),
-        (idx(np.zeros((2, 3, 3))) + b"\0", r"19 pixels, but its header \(2, 3, 3\) announces 18"),
+        (idx_images(np.zeros((2, 3, 3)))[:15], "15 bytes, fewer than its header of 16"),
+        (
+            idx_images(np.zeros((2, 3, 3)), magic=0x0801),
+            "starts with 0x00000801, but images start with 0x00000803",
+        ),
+        (idx_images(np.zeros((2, 3, 3)))[:-1], r"17 pixels, but its header \(2, 3, 3\) announces 18"),
+        (idx_images(np.zeros((2, 3, 3))) + b"\0", r"19 pixels, but its header \(2, 3, 3\) announces 18"),
     ],
 )
 def test_content_in_another_format_is_refused(content, message):

@@ -1,40 +1,17 @@
 """Images of MNIST as sequences of pixels with the digit as their label, in order and permuted."""
 
-import gzip
-import hashlib
-import struct
-
 import numpy as np
 import pytest
 import torch
+from published import Examples, idx_labels, write_mnist
 
 from unrolled import data
-from unrolled.data import mnist
-from unrolled.data._files import PublishedFile
 from unrolled.data.mnist import parse_idx_labels
-
-from .test_mnist import idx
-
-
-def labels_file(labels: np.ndarray, magic: int = 0x0801) -> bytes:
-    return struct.pack(">2I", magic, len(labels)) + labels.astype(np.uint8).tobytes()
 
 
 @pytest.fixture
-def small(tmp_path, monkeypatch):
-    """Write 7 and 3 images and their labels in the real format, and expect their checksums."""
-    rng = np.random.default_rng(0)
-    examples = {}
-    for split, size in (("train", 7), ("val", 3)):
-        images, labels = rng.integers(256, size=(size, 28, 28)), rng.integers(10, size=size)
-        examples[split] = (images, labels)
-        for files, content in ((mnist.FILES, idx(images)), (mnist.LABEL_FILES, labels_file(labels))):
-            path = files[split].path
-            (tmp_path / path).parent.mkdir(exist_ok=True)
-            (tmp_path / path).write_bytes(gzip.compress(content))
-            known = PublishedFile(path, files[split].url, hashlib.sha256(content).hexdigest())
-            monkeypatch.setitem(files, split, known)
-    return examples
+def small(tmp_path, monkeypatch) -> Examples:
+    return write_mnist(tmp_path, monkeypatch)
 
 
 def test_the_pixels_come_row_by_row_with_the_digit(small, tmp_path):
@@ -67,8 +44,8 @@ def test_one_order_permutes_every_image(small, tmp_path):
     ("content", "message"),
     [
         (b"", "0 bytes, fewer than its header of 8"),
-        (labels_file(np.zeros(2), magic=0x0803), "starts with 0x00000803, but labels start with 0x00000801"),
-        (labels_file(np.zeros(2))[:-1], r"1 labels, but its header \(2,\) announces 2"),
+        (idx_labels(np.zeros(2), magic=0x0803), "starts with 0x00000803, but labels start with 0x00000801"),
+        (idx_labels(np.zeros(2))[:-1], r"1 labels, but its header \(2,\) announces 2"),
     ],
 )
 def test_labels_in_another_form_are_refused(content, message):

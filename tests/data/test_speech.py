@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from sounds import LINES, PHONES, an4_files, archive, spoken, tone, write_an4, write_digits, write_wave
+from published import tar
+from sounds import LINES, PHONES, an4_files, spoken, tone, write_an4, write_digits, write_wave
 
 from unrolled import data
 from unrolled.contract import IGNORED
@@ -170,7 +171,7 @@ def test_digits_are_joined_of_recordings_of_the_split(folder):
 )
 def test_another_an4_is_refused(folder, changes, message):
     files = {name: x for name, x in (an4_files() | changes).items() if x is not None}
-    (folder / "an4/an4_flac.tar").write_bytes(archive(files, "w"))
+    (folder / "an4/an4_flac.tar").write_bytes(tar(files, "w"))
     with pytest.raises(ValueError, match=f"an4_flac.tar is corrupt: {message}"):
         data.load("an4", data_dir=folder)
 
