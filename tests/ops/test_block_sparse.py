@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from agreement import assert_agree
 from counted import assert_same, counted_attention, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,6 +71,33 @@ def test_parts_merge_to_the_whole():
     whole = block_sparse_attention(*inputs, blocks, block_size=(2, 2))
     parts = [block_sparse_attention(*inputs, blocks[..., [n]], block_size=(2, 2)) for n in range(3)]
     assert_same(list(merge_softmax(parts)), list(whole), inputs)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_kernels_compute_the_same(masked, monkeypatch):
+    inputs = [draw(2, 70, 4, 8), draw(2, 70, 2, 8, seed=1), draw(2, 70, 2, 6, seed=2)]
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(-1, 5, (2, 4, 4, 3), generator=generator)
+    blocks[0, 1, 2] = -1  # nothing to read
+    padding = torch.rand(2, 70, generator=generator) < 0.3 if masked else None
+    options = {"block_size": (18, 16), "key_padding_mask": padding}
+    expected = block_sparse_attention(*inputs, blocks, **options)
+    seen = []
+    kernel = block_sparse.window_attention
+    monkeypatch.setattr(block_sparse, "window_attention", lambda *x: seen.append(x) or kernel(*x))
+    single = [x.detach().float().requires_grad_() for x in inputs]
+    found = block_sparse_attention(*single, blocks, **options)
+    assert_agree(found[0], expected[0], tolerance=1e-6)
+    finite = expected[1].isfinite()
+    assert torch.equal(found[1].isfinite(), finite)
+    assert_agree(found[1][finite], expected[1][finite], tolerance=1e-6)
+    ours, theirs = (
+        torch.autograd.grad(sum(y[finite].square().sum() for y in outputs), of)
+        for outputs, of in ((found, single), (expected, inputs))
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        assert_agree(a, b, tolerance=1e-6)
+    assert seen
 
 
 def test_second_derivatives():

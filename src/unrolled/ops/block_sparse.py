@@ -6,9 +6,10 @@ Query i is in block b(i) = floor(i / C), and key j is in block floor(j / K). Que
     lse_i = log sum_{j in J_i} exp(scale q_i . k_j)
     o_i = sum_{j in J_i} exp(scale q_i . k_j - lse_i) v_j
 
-where a block that is listed twice counts twice. The keys of each list are gathered for a dense
-product, so time is O(T L K (D + M)) for lists of L blocks. Query blocks are processed in groups, and
-the backward pass recomputes each group, so memory is that of the inputs, the outputs and one group.
+where a block that is listed twice counts twice. The keys of each list are gathered for a dense product, so
+time is O(T L K (D + M)) for lists of L blocks. Query blocks are processed in groups, and the backward pass
+recomputes each group, so memory is that of the inputs, the outputs and one group. On a CPU, the C++ kernels
+of softmax attention compute a group, unless its queries read different keys or it is in fp64.
 
 Zaheer et al. 2020, "Big Bird" (arXiv 2007.14062), appendix D, gathers blocks in this way. The result can be
 merged with attention to other keys through lse (`ops/merge.py`).
@@ -25,6 +26,9 @@ from unrolled.ops.checks import check_qkv, transforming, wrong
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import average_and_lse
 from unrolled.ops.precision import accumulation_dtype, promoted, without_autocast
+from unrolled.ops.window import native
+from unrolled.ops.window.blocks import Inputs, Options
+from unrolled.ops.window.operator import window_attention
 
 CPU_SCORES = 2**18  # scores of a group: 1 MB, which fits the cache
 GPU_SCORES = 2**26  # 256 MB, which keep a GPU busy
@@ -166,6 +170,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, allowed: Tensor | N
 
     `hidden [B,H,g,L K]` masks keys for all queries of a block (True = masked).
     """
+    if allowed is None:
+        # Each block of queries is a sequence with one head, in a window without bounds.
+        rows = (x.flatten(0, 2).unsqueeze(2) for x in (q, k, v))
+        inputs = Inputs._make((*rows, hidden.flatten(0, 2)))
+        if native.is_faster(inputs):
+            o, lse = window_attention(inputs, Options(None, (-1, -1), 1.0), "native")
+            return o.reshape(*q.shape[:4], v.shape[4]), lse.reshape(q.shape[:4])
     masked = hidden.unsqueeze(-2)
     if allowed is not None:
         masked = masked | ~allowed.expand(q.shape[1], *allowed.shape[-2:]).unsqueeze(1)

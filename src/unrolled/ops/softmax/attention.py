@@ -16,13 +16,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from unrolled.ops.checks import check_attn_mask, check_qkv, observed, transforming
-from unrolled.ops.dispatch import prefers
+from unrolled.ops.checks import check_attn_mask, check_qkv, transforming
 from unrolled.ops.masks import causal_mask, packed_mask, without_padding
 from unrolled.ops.operators import differentiable_gradients
 from unrolled.ops.options import check_booleans, check_finite
 from unrolled.ops.precision import promoted
-from unrolled.ops.processor import has_matrix_unit
 from unrolled.ops.window import native
 from unrolled.ops.window import operator as window
 from unrolled.ops.window.blocks import Inputs, Options
@@ -79,7 +77,7 @@ def softmax_attention(
     if key_padding_mask is not None:
         k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
     inputs = Inputs(q, k, v, key_padding_mask)
-    if backend == "native" or (backend is None and attn_mask is None and _is_native_faster(inputs)):
+    if backend == "native" or (backend is None and attn_mask is None and native.is_faster(inputs)):
         if attn_mask is not None:
             raise ValueError("backend is 'native', which has no attn_mask; None takes one that has")
         factor = q.shape[3] ** -0.5 if scale is None else scale
@@ -108,13 +106,6 @@ def softmax_attention(
     mask = mask[(None,) * (4 - mask.dim())]  # not expanded, as torch's fused kernels copy a mask
     o = _sdpa(q, k, v, mask, False, scale, backend)
     return o.masked_fill(~something.expand(B, H, T, 1).transpose(1, 2), 0).to(out_dtype)
-
-
-def _is_native_faster(inputs: Inputs) -> bool:
-    """Whether the C++ kernels can run these inputs, and torch's kernels would not use a matrix unit."""
-    if not prefers("native") or observed() or not native.supports(inputs):
-        return False
-    return inputs.q.dtype == torch.float32 or not has_matrix_unit()
 
 
 def softmax_or_zero(scores: Tensor) -> Tensor:
