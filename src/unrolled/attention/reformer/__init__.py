@@ -49,10 +49,10 @@ from unrolled.attention.reformer.hashing import (
     causal_lsh_attention,
     hash_buckets,
     lsh_attention,
-    masked_softmax,
     unit_keys,
 )
 from unrolled.ops.dense import Linear, linear
+from unrolled.ops.merge import average_and_lse
 from unrolled.ops.options import check_finite, check_integers
 from unrolled.ops.packing import length_buckets
 from unrolled.ops.precision import accumulation_dtype, without_autocast
@@ -78,14 +78,17 @@ def causal_lsh_step(
     q: Tensor, v: Tensor, buckets: Tensor, state: ReformerState, *, window: int, scale: float = 1.0
 ) -> Tensor:
     """Run one token of `causal_lsh_attention`: `q [B,H,D]`, `v [B,H,M]`, `buckets [B,H,R]` to `[B,H,M]`."""
+    if state.k.shape[1] == 0:
+        return v
     same = state.buckets == buckets.unsqueeze(1)  # [B,S,H,R]
     later = same.flip(1).cumsum(1).flip(1)
     read = (same & (later <= window)).any(-1)  # [B,S,H]
     dtype = state.k.dtype
     with without_autocast(q.device):
         scores = scale * torch.einsum("bhd,bshd->bhs", q.to(dtype), state.k)
-        o, lse = masked_softmax(scores.unsqueeze(2), read.movedim(1, 2).unsqueeze(2), state.v.transpose(1, 2))
-        return torch.where(lse == -torch.inf, v.to(dtype), o.squeeze(2)).to(v.dtype)
+        scores = scores.masked_fill(~read.movedim(1, 2), -torch.inf).unsqueeze(2)
+        o, lse = (x.squeeze(2) for x in average_and_lse(scores, state.v.transpose(1, 2)))
+        return torch.where(lse == -torch.inf, v.to(dtype), o).to(v.dtype)
 
 
 class HashQueries(NamedTuple):

@@ -12,18 +12,23 @@ Kitaev, Kaiser and Levskaya 2020, "Reformer", arXiv 2001.04451, section 2 and ap
 `reformer` defines the sets, and says why the causal ones differ from those of the paper.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
-from unrolled.ops.merge import merge_softmax
+from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape, transforming
+from unrolled.ops.merge import average_and_lse, merge_softmax
 from unrolled.ops.node import like_attention, one_node
+from unrolled.ops.operators import differentiable_gradients
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 
 ABSENT = -1  # the bucket of padding
+
+CPU_SCORES = 2**18  # scores that are computed at once: 1 MB, which fits the cache
 
 
 def unit_keys(q: Tensor) -> Tensor:
@@ -86,8 +91,11 @@ def lsh_attention(
         codes = codes * (tokens.buckets.amax() + 1) + tokens.buckets.unsqueeze(-1)
     absent = ~tokens.present[:, None, :, None]
 
-    def reads(query: Tensor, key: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (query == key).any(-1) & ((j < i) if causal else (j != i))
+    def reads(query: Tensor, key: Tensor) -> Tensor:
+        return (query[..., 0] == key[..., 0]) | (query[..., 1] == key[..., 0])
+
+    def may_read(i: Tensor, j: Tensor) -> Tensor:
+        return j < i if causal else j != i
 
     (N, R, T), C = order.shape, -(-q.shape[1] // chunk)
     block = torch.arange(C, device=q.device).expand(N, R, C)
@@ -97,7 +105,8 @@ def lsh_attention(
         place,
         previous.masked_fill(previous == block, ABSENT),
     )
-    sets = Sets(codes.masked_fill(absent, -2), codes[..., :1].masked_fill(absent, -1), reads)
+    codes = codes.int()  # fast to compare
+    sets = Sets(codes.masked_fill(absent, -2), codes[..., :1].masked_fill(absent, -1), reads, may_read)
     return _by_token(_attend(tokens, sets, layout, scale), q.shape[0]).to(v.dtype)
 
 
@@ -131,15 +140,15 @@ def causal_lsh_attention(
         return v
     _, place = _sort(tokens)
     # Codes of different buckets differ by more than `window`: one difference tests bucket and distance.
-    code = place + tokens.buckets * (window + 1)
+    code = (place + tokens.buckets * (window + 1)).int()
     code = code.masked_fill(~tokens.present.unsqueeze(1), -window - 2).unsqueeze(-1)
 
-    def reads(query: Tensor, key: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def reads(query: Tensor, key: Tensor) -> Tensor:
         behind = (query - key).squeeze(-1)
         return (behind > 0) & (behind <= window)
 
     layout = _blocks_of_buckets(tokens, place, n_buckets, window)
-    return _by_token(_attend(tokens, Sets(code, code, reads), layout, scale), q.shape[0]).to(v.dtype)
+    return _by_token(_attend(tokens, Sets(code, code, reads, None), layout, scale), q.shape[0]).to(v.dtype)
 
 
 class Tokens(NamedTuple):
@@ -153,11 +162,15 @@ class Tokens(NamedTuple):
 
 
 class Sets(NamedTuple):
-    """Which keys are read in a round: `reads(code of i, code of j, i, j)`, which broadcasts."""
+    """Key j is in the set of query i in a round if `reads(code of i, code of j)` and `may_read(i, j)`.
+
+    Both functions broadcast. Without `may_read`, the codes say it all.
+    """
 
     query: Tensor  # [N,R,T,F], integers
     key: Tensor  # [N,R,T,1]
-    reads: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    reads: Callable[[Tensor, Tensor], Tensor]
+    may_read: Callable[[Tensor, Tensor], Tensor] | None
 
 
 class Layout(NamedTuple):
@@ -227,22 +240,43 @@ def _blocks_of_buckets(tokens: Tokens, place: Tensor, n_buckets: int, size: int)
 
 def _attend(tokens: Tokens, sets: Sets, layout: Layout, scale: float) -> Tensor:
     """Compute the softmax over the union of the sets, `[N,T,M]`."""
-    (T, C, c), v = (tokens.q.shape[1], *layout.tokens.shape[2:]), tokens.v
-    rounds = range(layout.tokens.shape[1])
+    (T, (R, C, c)), v = (tokens.q.shape[1], layout.tokens.shape[1:]), tokens.v
+    dense = R * C * c * 2 * c >= T * T
+    size = max(1, CPU_SCORES // (T * T if dense else C * c * 2 * c))
+    if not v.is_cpu or torch.compiler.is_compiling():
+        size = len(v)
     with without_autocast(v.device):
-        if len(rounds) * C * c * 2 * c >= T * T:
-            o, lse = _all_pairs(tokens, sets, scale)
-        else:
-            o, lse = merge_softmax([_round(tokens, sets, layout, r, scale) for r in rounds])
+        parts = [
+            _all_pairs(*rows[:2], scale) if dense else _union(*rows, scale)
+            for rows in _split(tokens, sets, layout, size)
+        ]
+        o, lse = (torch.cat(part) for part in zip(*parts, strict=True))
         o = torch.where((lse == -torch.inf).unsqueeze(-1), v, o)
         return o.masked_fill(~tokens.present.unsqueeze(-1), 0)
 
 
+def _split(tokens: Tokens, sets: Sets, layout: Layout, size: int) -> Iterator[tuple[Tokens, Sets, Layout]]:
+    """Split the N rows into parts of this size."""
+    parts = (zip(*(torch.split(x, size) for x in of), strict=True) for of in (tokens, sets[:2], layout))
+    for token, code, slot in zip(*parts, strict=True):
+        query, key = code
+        yield Tokens._make(token), sets._replace(query=query, key=key), Layout._make(slot)
+
+
 def _all_pairs(tokens: Tokens, sets: Sets, scale: float) -> tuple[Tensor, Tensor]:
     """Compute the definition: one softmax over all pairs, masked by the union."""
-    i = torch.arange(tokens.q.shape[1], device=tokens.q.device)
-    member = sets.reads(sets.query.unsqueeze(3), sets.key.unsqueeze(2), i.unsqueeze(1), i)
-    return masked_softmax(scale * tokens.q @ tokens.k.mT, member.any(1), tokens.v)
+    rounds = zip(sets.query.unbind(1), sets.key.unbind(1), strict=True)
+    member = reduce(or_, (sets.reads(i.unsqueeze(2), j.unsqueeze(1)) for i, j in rounds))
+    if sets.may_read is not None:
+        i = torch.arange(tokens.q.shape[1], device=tokens.q.device)
+        member = member & sets.may_read(i.unsqueeze(1), i)
+    return _average(tokens.q, tokens.k, tokens.v, member, scale)
+
+
+def _union(tokens: Tokens, sets: Sets, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
+    """Compute the rounds and merge them: `o [N,T,M]`, `lse [N,T]`."""
+    rounds = range(layout.tokens.shape[1])
+    return merge_softmax([_round(tokens, sets, layout, r, scale) for r in rounds])
 
 
 def _round(tokens: Tokens, sets: Sets, layout: Layout, r: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -253,30 +287,79 @@ def _round(tokens: Tokens, sets: Sets, layout: Layout, r: int, scale: float) -> 
     beside = _take(block, other % other.shape[-1]).masked_fill((other == ABSENT).unsqueeze(-1), ABSENT)
     readable = torch.cat([beside, block], -1)
     i, j = block.clamp(min=0), readable.clamp(min=0)
-    count = torch.zeros((), dtype=torch.int16, device=i.device)
-    for other_round in range(sets.key.shape[1]):
-        query, key = _take(sets.query[:, other_round], i), _take(sets.key[:, other_round], j)
-        member = sets.reads(query.unsqueeze(3), key.unsqueeze(2), i.unsqueeze(3), j.unsqueeze(2))
-        count = count + member
-        if other_round == r:
-            allowed = member & (readable != ABSENT).unsqueeze(2)
-    q, k, v = _take(tokens.q, i), _take(tokens.k, j), _take(tokens.v, j)
-    o, lse = masked_softmax(scale * q @ k.mT - count.clamp(min=1).to(q.dtype).log(), allowed, v)
+    rounds = [
+        sets.reads(_take(query, i).unsqueeze(3), _take(key, j).unsqueeze(2))
+        for query, key in zip(sets.query.unbind(1), sets.key.unbind(1), strict=True)
+    ]
+    allowed = rounds[r] & (readable != ABSENT).unsqueeze(2)
+    if sets.may_read is not None:
+        allowed = allowed & sets.may_read(i.unsqueeze(3), j.unsqueeze(2))
+    count = allowed if len(rounds) == 1 else allowed * sum(x.short() for x in rounds)
+    o, lse = _average(_take(tokens.q, i), _take(tokens.k, j), _take(tokens.v, j), count, scale)
     slot = layout.slot[:, r]
     return _take(o.flatten(1, 2), slot), _take(lse.flatten(1, 2), slot)
 
 
-def masked_softmax(scores: Tensor, allowed: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the softmax over the allowed keys: `[...,t,M]` and its log-sum-exp; 0 and -inf without keys."""
-    scores = scores.masked_fill(~allowed, -torch.inf)
-    largest = scores.detach().amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(())
-    largest = torch.where(largest == -torch.inf, 0, largest)
-    weights = (scores - largest).exp()
-    total = weights.sum(-1, keepdim=True)
-    empty = total == 0
-    total = total.masked_fill(empty, 1)
-    lse = (total.log() + largest).masked_fill(empty, -torch.inf).squeeze(-1)
-    return weights @ v / total, lse
+def _average(q: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Average `v [...,s,M]` by a softmax in which key j of query i weighs 1/n_ij: `[...,t,M]` and its lse.
+
+    `count [...,t,s]` has n_ij, 0 for a key that the query does not read; booleans stand for 0 and 1. Without
+    keys, the average is 0 and its lse minus infinity.
+    """
+    batch = q.shape[:-2]
+    q, k, v, count = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v, count))
+    if not transforming() and not torch.compiler.is_compiling():
+        o, lse = _Average.apply(q, k, v, count, scale)  # type: ignore[no-untyped-call]
+    else:
+        o, lse = average_and_lse(_scores(q, k, count, scale), v)
+    return o.reshape(*batch, *o.shape[1:]), lse.reshape(*batch, lse.shape[1])
+
+
+def _scores(q: Tensor, k: Tensor, count: Tensor, scale: float) -> Tensor:
+    """Compute scale q_i . k_j - log n_ij, minus infinity where n_ij = 0."""
+    bias = -count.to(q.dtype).log().abs()
+    return torch.baddbmm(bias, q, k.mT, alpha=scale)
+
+
+class _Average(torch.autograd.Function):
+    """`_average` with a gradient in few passes over the scores.
+
+    With the weights w, their sums z and the scores s,
+
+        o = w v / z        ds = w (do v^T / z - delta)        delta = (do . o - dlse) / z
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        weights = ((scale * q) @ k.mT).masked_fill_(count == 0, -torch.inf)
+        top = weights.amax(-1, keepdim=True)
+        nothing = top == -torch.inf
+        top.masked_fill_(nothing, 0)
+        weights.sub_(top).exp_()
+        if count.dtype != torch.bool:
+            weights.div_(count.clamp(min=1))
+        total = weights.sum(-1, keepdim=True).masked_fill_(nothing, 1)
+        o = weights @ v / total
+        ctx.scale = scale
+        ctx.save_for_backward(q, k, v, count, weights, total, nothing, o)
+        return o, (top + total.log()).masked_fill_(nothing, -torch.inf)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, count, weights, total, nothing, o = ctx.saved_tensors
+        scale = ctx.scale
+        if torch.is_grad_enabled():  # double backward: differentiate the plain operations
+
+            def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+                return average_and_lse(_scores(q, k, count, scale), v)
+
+            return *differentiable_gradients(run, [q, k, v], [do, dlse]), None, None
+        do = do / total
+        delta = (do * o).sum(-1, keepdim=True) - dlse.masked_fill(nothing, 0) / total
+        ds = torch.baddbmm(-delta, do, v.mT).mul_(weights)
+        return scale * (ds @ k), scale * (ds.mT @ q), weights.mT @ do, None, None
 
 
 def _take(x: Tensor, places: Tensor) -> Tensor:
