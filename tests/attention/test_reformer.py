@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unrolled.attention.base import Heads
-from unrolled.attention.reformer import ReformerAttention
+from unrolled.attention.reformer import ReformerAttention, hashing
 from unrolled.attention.reformer.hashing import causal_lsh_attention, hash_buckets, lsh_attention, unit_keys
 from unrolled.contract import UnsupportedError
 from unrolled.ops.state import nbytes
@@ -118,6 +118,39 @@ def test_one_bucket_that_holds_everything_is_dense():
     assert_same(found, attend_densely(q, v), [q, v])
     found = causal_lsh_attention(q, unit_keys(q), v, buckets, n_buckets=1, window=8)
     assert_same(found, attend_densely(q, v, causal=True), [q, v])
+
+
+@pytest.mark.parametrize("T", [12, 60])  # all pairs, and blocks
+def test_groups_of_rows_change_nothing(T, monkeypatch):
+    q, v, buckets = random_inputs(T, B=3)
+
+    def both():
+        k = unit_keys(q)
+        return [
+            lsh_attention(q, k, v, buckets, chunk=4),
+            causal_lsh_attention(q, k, v, buckets, n_buckets=4, window=4),
+        ]
+
+    whole = both()
+    union, calls = hashing._average, []
+    monkeypatch.setattr(hashing, "_average", lambda *x: calls.append(len(x[0])) or union(*x))
+    monkeypatch.setattr(hashing, "CPU_SCORES", 1)
+    for found, expected in zip(both(), whole, strict=True):
+        assert_same(found, expected, [q, v], rtol=0, atol=1e-13)
+    assert set(calls) == {1}
+
+
+def test_large_numbers_of_buckets_overflow_nothing():
+    q, v, buckets = random_inputs(9, n_buckets=2)
+    far = buckets * 2**32
+    few, many = (lsh_attention(q, unit_keys(q), v, x, chunk=2, same_bucket=True) for x in (buckets, far))
+    torch.testing.assert_close(many, few, rtol=0, atol=0)
+    n, window = 4096, 2**20 - 1
+    few, many = (
+        causal_lsh_attention(q, unit_keys(q), v, x, n_buckets=m, window=window)
+        for x, m in ((buckets, 2), (buckets * (n - 1), n))
+    )
+    torch.testing.assert_close(many, few, rtol=0, atol=1e-13)
 
 
 def test_more_rounds_come_closer_to_dense():

@@ -17,8 +17,9 @@ def attend_in_groups(
 ) -> Tensor:
     """Return `attend(heads, masks)`, computed for groups of rows on a CPU.
 
-    The largest intermediate result has `per_row` numbers for each row of the batch. That of a group fits the
-    cache, and its memory serves the next group. With `per_row` 0, all rows are one group.
+    The largest intermediate result has `per_row` numbers for each row of the batch. A group is as many rows
+    as fit the cache with it, at least one; with `per_row` 0, it is all rows. A tensor in `heads` or `masks`
+    is split if its first axis is as long as that of the queries.
     """
     # While a model is traced, the sizes are not numbers.
     if not heads.q.is_cpu or masks.cu_seqlens is not None or observed() or not per_row:

@@ -127,8 +127,9 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     def numbers_per_row(self, heads: Heads[Inputs]) -> int:
         """Count the numbers of the largest result between `heads` and the output, for a row of the batch.
 
-        On a CPU, `forward` runs `attend` on groups of rows for which this result fits the cache. By default,
-        which is 0, it runs it on all rows at once.
+        On a CPU, `forward` runs `attend` on groups of rows for which this result fits the cache. The first
+        axis of each tensor in `heads.inputs` must then be that of the rows. By default, which is 0, `forward`
+        runs `attend` on all rows at once.
         """
         return 0
 

@@ -219,7 +219,7 @@ def _print(f: "Forecast", run: "Run", device: "torch.device") -> None:
         speed = f"{brief_time(f.step_seconds)} each, {f.tokens / f.step_seconds:,.0f} {unit}/s"
         lines["steps"] = f"{count} of {examples:,} examples, {f.tokens:,.0f} {unit}: {speed}"
         if f.mfu is not None:
-            lines["MFU"] = f"{f.mfu:.0%} of the processor's speed in matrix products"
+            lines["MFU"] = f"{f.mfu:.0%} of the processor's speed in linear layers"
         lines["evaluations"] = f"{f.evaluations:,} of {brief_time(f.evaluation_seconds)}"
         lines["time"] = duration(f.seconds)
     else:

@@ -9,7 +9,7 @@ Query i is in block b(i) = floor(i / C), and key j is in block floor(j / K). Que
 where a block that is listed twice counts twice. The keys of each list are gathered for a dense product, so
 time is O(T L K (D + M)) for lists of L blocks. Query blocks are processed in groups, and the backward pass
 recomputes each group, so memory is that of the inputs, the outputs and one group. On a CPU, the C++ kernels
-of softmax attention compute a group, unless its queries read different keys or it is in fp64.
+of softmax attention compute a group, unless there is an `allowed` mask or the inputs are in fp64.
 
 Zaheer et al. 2020, "Big Bird" (arXiv 2007.14062), appendix D, gathers blocks in this way. The result can be
 merged with attention to other keys through lse (`ops/merge.py`).
@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 from unrolled.ops.checks import check_qkv, transforming, wrong
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import average_and_lse
+from unrolled.ops.operators import differentiable_gradients
 from unrolled.ops.precision import accumulation_dtype, promoted, without_autocast
 from unrolled.ops.window import native
 from unrolled.ops.window.blocks import Inputs, Options
@@ -127,10 +128,11 @@ class _Attend(torch.autograd.Function):
 def _gradients(saved: tuple[Tensor, ...], do: Tensor, dlse: Tensor) -> list[Tensor | None]:
     q, k, v, places, hidden, allowed = saved
     if torch.is_grad_enabled():  # double backward: differentiate the plain operations
-        found = _attend_by_groups(q, k, v, places, hidden, allowed)
-        asked = [x for x in (q, k, v) if x.requires_grad]
-        grads = iter(torch.autograd.grad(found, asked, (do, dlse), create_graph=True))
-        return [next(grads) if x.requires_grad else None for x in (q, k, v)]
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            return _attend_by_groups(q, k, v, places, hidden, allowed)
+
+        return differentiable_gradients(run, [q, k, v], [do, dlse])
     dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
     for group in _groups(places, k.shape[1] * q.shape[3], q.device):
         rows = places[:, :, group]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape, transforming
+from unrolled.ops.checks import check_key_padding_mask, check_qkv, observed, shape
 from unrolled.ops.merge import average_and_lse, merge_softmax
 from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.operators import differentiable_gradients
@@ -86,9 +86,9 @@ def lsh_attention(
     last = (tokens.present.sum(1).clamp(min=1) - 1).view(-1, 1, 1) // chunk
     own = place // chunk
     before = torch.where(own > 0, own - 1, last)
-    codes = torch.stack([own, before], -1)
+    codes = torch.stack([own, before], -1).int()  # fast to compare
     if same_bucket:
-        codes = codes * (tokens.buckets.amax() + 1) + tokens.buckets.unsqueeze(-1)
+        codes = codes.long() * (tokens.buckets.amax() + 1) + tokens.buckets.unsqueeze(-1)
     absent = ~tokens.present[:, None, :, None]
 
     def reads(query: Tensor, key: Tensor) -> Tensor:
@@ -105,7 +105,6 @@ def lsh_attention(
         place,
         previous.masked_fill(previous == block, ABSENT),
     )
-    codes = codes.int()  # fast to compare
     sets = Sets(codes.masked_fill(absent, -2), codes[..., :1].masked_fill(absent, -1), reads, may_read)
     return _by_token(_attend(tokens, sets, layout, scale), q.shape[0]).to(v.dtype)
 
@@ -140,7 +139,9 @@ def causal_lsh_attention(
         return v
     _, place = _sort(tokens)
     # Codes of different buckets differ by more than `window`: one difference tests bucket and distance.
-    code = (place + tokens.buckets * (window + 1)).int()
+    code = place + tokens.buckets * (window + 1)
+    if n_buckets * (window + 1) + q.shape[1] < 2**31:
+        code = code.int()  # fast to compare
     code = code.masked_fill(~tokens.present.unsqueeze(1), -window - 2).unsqueeze(-1)
 
     def reads(query: Tensor, key: Tensor) -> Tensor:
@@ -243,7 +244,7 @@ def _attend(tokens: Tokens, sets: Sets, layout: Layout, scale: float) -> Tensor:
     (T, (R, C, c)), v = (tokens.q.shape[1], layout.tokens.shape[1:]), tokens.v
     dense = R * C * c * 2 * c >= T * T
     size = max(1, CPU_SCORES // (T * T if dense else C * c * 2 * c))
-    if not v.is_cpu or torch.compiler.is_compiling():
+    if not v.is_cpu or observed():
         size = len(v)
     with without_autocast(v.device):
         parts = [
@@ -308,10 +309,10 @@ def _average(q: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float) -> tu
     """
     batch = q.shape[:-2]
     q, k, v, count = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v, count))
-    if not transforming() and not torch.compiler.is_compiling():
-        o, lse = _Average.apply(q, k, v, count, scale)  # type: ignore[no-untyped-call]
-    else:
+    if observed():
         o, lse = average_and_lse(_scores(q, k, count, scale), v)
+    else:
+        o, lse = _Average.apply(q, k, v, count, scale)  # type: ignore[no-untyped-call]
     return o.reshape(*batch, *o.shape[1:]), lse.reshape(*batch, lse.shape[1])
 
 
