@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from unrolled.attention._conv import ConvolvedState, ShortConvolution
 from unrolled.attention._heads import MEMORY_GROWS, NO_MASKS, Heads, Inputs, Masks, Memory, Projected
 from unrolled.attention._options import CommonOptions, check_rotation
-from unrolled.attention._row_groups import attend_in_groups
 from unrolled.attention._slices import attend_over, check_slice
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops import sequence
@@ -123,15 +122,6 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     def attend(self, heads: Heads[Inputs], masks: Masks) -> Tensor:
         """Attend in parallel: `[B,T,H,M]`."""
         raise NotImplementedError
-
-    def numbers_per_row(self, heads: Heads[Inputs]) -> int:
-        """Count the numbers of the largest result between `heads` and the output, for a row of the batch.
-
-        On a CPU, `forward` runs `attend` on groups of rows for which this result fits the cache. The first
-        axis of each tensor in `heads.inputs` must then be that of the rows. By default, which is 0, `forward`
-        runs `attend` on all rows at once.
-        """
-        return 0
 
     def init_heads(self, batch_size: int) -> State:
         """Make the state of `batch_size` sequences before their first token."""
@@ -373,7 +363,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     def attend_to_all(self, heads: Heads[Inputs], masks: Masks) -> Tensor:
         """Attend in parallel, to the tokens of all processes if they share the sequence: `[B,T,H,M]`."""
         if (ranks := sequence.current()) is None:
-            return attend_in_groups(self.attend, heads, masks, self.numbers_per_row(heads))
+            return self.attend(heads, masks)
         state = self.init_heads(heads.q.shape[0])
         return self.attend_over(ranks, heads, state, masks.key_padding_mask, to_end=False)[0]
 

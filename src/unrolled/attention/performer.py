@@ -370,10 +370,6 @@ class PerformerAttention(MultiHeadAttention[PerformerState, None]):
         """Attend in parallel."""
         return self._favor(heads, None, masks)[0]
 
-    def numbers_per_row(self, heads: Heads[None]) -> int:
-        """Count the features of the queries or keys."""
-        return self.n_heads * max(heads.q.shape[1], heads.k.shape[1]) * self.feature_map.feature_dim
-
     def init_heads(self, batch_size: int) -> PerformerState:
         """Make the state of `batch_size` sequences before their first token: empty sums, no maximum."""
         like, R = self.out_proj.weight, self.feature_map.feature_dim

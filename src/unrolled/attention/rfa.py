@@ -353,10 +353,6 @@ class RandomFeatureAttention(MultiHeadAttention[RfaState, Gate | None]):
         """Attend in parallel."""
         return self._run(heads, None, masks)[0]
 
-    def numbers_per_row(self, heads: Heads[Gate | None]) -> int:
-        """Count the features of the queries or keys."""
-        return self.n_heads * max(heads.q.shape[1], heads.k.shape[1]) * self.feature_map.feature_dim
-
     def init_heads(self, batch_size: int) -> RfaState:
         """Make the state of `batch_size` sequences before their first token."""
         like, R = self.out_proj.weight, self.feature_map.feature_dim

@@ -222,10 +222,6 @@ class SimilarityAttention(CachedAttention):
         q, k = self.rotated(heads)
         return similarity_attention(q, k, heads.v, self.similarity, causal=self.causal, **masks._asdict())
 
-    def numbers_per_row(self, heads: Heads[None]) -> int:
-        """Count the scores."""
-        return self.n_heads * heads.q.shape[1] * heads.k.shape[1]
-
     def prefill_heads(
         self, heads: Heads[None], state: KVCache, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
