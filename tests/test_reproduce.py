@@ -228,8 +228,10 @@ def test_what_cannot_be_done_is_said(tiny: Path, words: list[str], message: str)
 @pytest.mark.parametrize("name", experiments.names())
 def test_every_experiment_makes_two_steps(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = experiments.path(name)
+    words: list[object] = ["--scale", "smoke", "--out", tmp_path / "out"]
     if name in WRITTEN:
         WRITTEN[name](tmp_path, monkeypatch)
+        words += ["--data-dir", tmp_path]
     if name in TEXTS:
         values = yaml.safe_load(path.read_text())
         text = tmp_path / "text.txt"
@@ -238,7 +240,6 @@ def test_every_experiment_makes_two_steps(name: str, tmp_path: Path, monkeypatch
         files |= {key: str(text) for key in ("path", "val_path") if key in files}
         path = tmp_path / path.name
         path.write_text(yaml.safe_dump(values))
-    words = ["--scale", "smoke", "--out", tmp_path / "out", "--data-dir", tmp_path]
     works("reproduce", path, *words)
     results = json.loads((tmp_path / "out" / name / "smoke" / "results.json").read_text())
     assert len(results["table"]["lines"]) == len(_experiments.load(name).contenders)
