@@ -18,6 +18,7 @@ Examples = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def tar(files: Mapping[str, bytes], mode: str) -> bytes:
+    """Return a tar archive."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode=mode) as archive:
         for name, content in files.items():
@@ -69,6 +70,21 @@ def write_cifar10(root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.n
     (root / cifar10.PATH).write_bytes(content)
     monkeypatch.setattr(cifar10, "SHA256", hashlib.sha256(content).hexdigest())
     return images
+
+
+def cifar10_subset(images: np.ndarray, labels: int = 1) -> dict[str, np.ndarray]:
+    """The arrays of a subset with the same images in both splits, and this many labels."""
+    return dict.fromkeys(("x_train", "x_test"), images) | dict.fromkeys(
+        ("y_train", "y_test"), np.zeros(labels)
+    )
+
+
+def write_cifar10_subset(root: Path, _monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a subset of two random images below a folder, which is returned."""
+    images = np.random.default_rng(0).integers(256, size=(2, 32, 32, 3)).astype(np.uint8)
+    (root / cifar10.SUBSET).parent.mkdir()
+    np.savez(root / cifar10.SUBSET, **cifar10_subset(images, labels=2))
+    return root
 
 
 REVIEWS = {

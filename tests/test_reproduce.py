@@ -4,19 +4,17 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import yaml
 from commands import error, run, works
 from experiments.test_definition import TINY
 from multi30k_files import write_multi30k
-from published import write_babi, write_imdb, write_mnist
+from published import write_babi, write_cifar10_subset, write_imdb, write_mnist
 from sounds import write_an4
 
 from unrolled import experiments, training
 from unrolled.cli import _claims, _experiment_report, _experiments
-from unrolled.data import cifar10
 from unrolled.experiments import Results, made_of
 from unrolled.training import read_log
 
@@ -42,20 +40,11 @@ def write_all_babi(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_babi(root, monkeypatch, files)
 
 
-def write_subset_of_cifar10(root: Path, _monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write two random images for each split, in the place of the subset."""
-    images = np.random.default_rng(0).integers(256, size=(2, 32, 32, 3)).astype(np.uint8)
-    (root / "cifar10").mkdir()
-    arrays = dict.fromkeys(("x_train", "x_test"), images) | dict.fromkeys(("y_train", "y_test"), np.zeros(2))
-    np.savez(root / cifar10.SUBSET, **arrays)
-    return root
-
-
 WRITTEN = {
     "attention-for-translation": write_multi30k,
     "attention-spectra": write_imdb,
     "bigbird-blocks": write_imdb,
-    "cifar-generation": write_subset_of_cifar10,
+    "cifar-generation": write_cifar10_subset,
     "edited-reviews": write_imdb,
     "lra-text": write_imdb,
     "memory-questions": write_all_babi,

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from published import write_cifar10
+from published import cifar10_subset, write_cifar10
 
 from unrolled import data
 from unrolled.data import cifar10
@@ -46,10 +46,6 @@ def test_a_subset_must_be_there(tmp_path):
         Cifar10Dataset(subset=True, data_dir=tmp_path)
 
 
-def arrays_of(images: np.ndarray) -> dict[str, np.ndarray]:
-    return dict.fromkeys(("x_train", "x_test"), images) | dict.fromkeys(("y_train", "y_test"), np.zeros(1))
-
-
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
@@ -58,9 +54,9 @@ def arrays_of(images: np.ndarray) -> dict[str, np.ndarray]:
             {"x_train": np.zeros((1, 32, 32, 3), np.uint8)},
             "is corrupt: 'y_train is not a file in the archive'",
         ),
-        (arrays_of(np.zeros((1, 32, 32, 3))), "images are float64"),
-        (arrays_of(np.zeros((1, 3, 32, 32), np.uint8)), r"uint8 \[1, 3, 32, 32\]"),
-        (arrays_of(np.zeros((2, 32, 32, 3), np.uint8)), r"labels \[1\]"),
+        (cifar10_subset(np.zeros((1, 32, 32, 3))), "images are float64"),
+        (cifar10_subset(np.zeros((1, 3, 32, 32), np.uint8)), r"uint8 \[1, 3, 32, 32\]"),
+        (cifar10_subset(np.zeros((2, 32, 32, 3), np.uint8)), r"labels \[1\]"),
     ],
 )
 def test_another_file_is_no_subset(tmp_path, arrays, message):
