@@ -81,6 +81,25 @@ struct GlaGradients {
     float* residuals;              // scratch [batch, keys, groups, values], only with rates
 };
 
+// The rule of a diagonal plus low rank: linear attention with a decay for every feature, where a token also
+// writes at b what a read before the token. `offsets` as in `Linear`.
+struct Dplr {
+    int64_t sequences, tokens, heads, features, values;
+    int32_t type, threads;
+    const int32_t* offsets;
+    Tensor q, k, v, a, b;
+    Tensor log_decay;    // floats [batch, tokens, heads, features]
+    const float* state;  // before the first token, [sequences, heads, features, values]
+};
+
+struct DplrGradients {
+    Tensor o;                           // gradient of the output
+    const float* state;                 // gradient of the final state
+    void *d_q, *d_k, *d_v, *d_a, *d_b;  // results, contiguous, in the type of the inputs
+    float *d_log_decay, *d_state;       // results, contiguous
+    float* reads;                       // scratch [batch, tokens, heads, values]
+};
+
 struct LinearStep {
     int64_t batch, heads, groups, features, values;
     int32_t type, normalize, threads, feature_map;

@@ -25,14 +25,6 @@
 namespace UNROLLED_ISA {
 namespace {
 
-constexpr Int SEGMENT = 8;  // chunks between two states that are kept
-
-// B [cols, rows] = A^T for matrices of whole vectors.
-void transpose_state(Int rows, Int cols, const float* a, Int a_row, Rows b) {
-    for (Int i = 0; i < rows; ++i)
-        for (Int j = 0; j < cols; ++j) row(b, j)[i] = a[i * a_row + j];
-}
-
 // Key heads of one sequence, from chunk to chunk, as in the forward pass.
 class Heads {
   public:

@@ -17,6 +17,14 @@ namespace UNROLLED_ISA {
 // whole keys.
 constexpr Int GLA_CHUNK = 8;
 
+constexpr Int SEGMENT = 8;  // chunks between two states that a backward pass keeps
+
+// B [cols, rows] = A^T for matrices of whole vectors.
+inline void transpose_state(Int rows, Int cols, const float* a, Int a_row, Rows b) {
+    for (Int i = 0; i < rows; ++i)
+        for (Int j = 0; j < cols; ++j) row(b, j)[i] = a[i * a_row + j];
+}
+
 // How the key heads of a sequence are divided into blocks of neighbouring heads. A head has `states` states;
 // a block has as many heads as have all their states in the second-level cache, 2^17 floats or 512 KiB.
 // Blocks are smaller if there would be fewer blocks than threads.
@@ -57,15 +65,12 @@ class DecayedKeys {
     void read(const Sequence& s, Int first, Int count, Int group) {
         n = count;
         values = value_rows_.read(x_.v, s.batch, first, group, n);
-        for (Int i = 0; i < n; ++i) {
+        for (Int i = 0; i < n; ++i)
             read_row(FLOAT32, address(x_.log_decay, FLOAT32, s.batch, first + i, group), x_.features,
                      row(gates, i));
-            read_row(x_.type, address(x_.k, x_.type, s.batch, first + i, group), x_.features, at(i, i));
-        }
-        for (Int i = n; i < GLA_CHUNK; ++i) {  // gates of 1 and keys of 0
+        for (Int i = n; i < GLA_CHUNK; ++i)  // gates of 1
             std::memset(row(gates, i), 0, (size_t)gates.row * 4);
-            std::memset(at(i, i), 0, (size_t)gates.row * 4);
-        }
+        read_keys(x_.k, s, first, group);
         const Rows gate = gates, product = from_start,
                    keys = keys_;  // copies: members would be read again after every store
         for (Int r = 0; r < gate.row; r += WIDTH) {
@@ -75,6 +80,25 @@ class DecayedKeys {
                 const Vec a = exp(load(row(gate, i) + r));
                 store(row(gate, i) + r, a);
                 store(row(product, i) + r, decay *= a);
+#pragma GCC unroll 8
+                for (Int j = 0; j < i; ++j) store(row(keys, place(i, j)) + r, key[j] *= a);
+                key[i] = load(row(keys, place(i, i)) + r);
+            }
+        }
+    }
+
+    // Reads other keys `k` of the tokens that `first_keys` has read, under the same gates. Their values are
+    // the caller's.
+    void read_beside(const DecayedKeys& first_keys, const Tensor& k, const Sequence& s, Int first,
+                     Int group) {
+        n = first_keys.n;
+        read_keys(k, s, first, group);
+        const Rows gate = first_keys.gates, keys = keys_;
+        for (Int r = 0; r < gate.row; r += WIDTH) {
+            Vec key[GLA_CHUNK];
+#pragma GCC unroll 8
+            for (Int i = 0; i < GLA_CHUNK; ++i) {
+                const Vec a = load(row(gate, i) + r);
 #pragma GCC unroll 8
                 for (Int j = 0; j < i; ++j) store(row(keys, place(i, j)) + r, key[j] *= a);
                 key[i] = load(row(keys, place(i, i)) + r);
@@ -117,6 +141,13 @@ class DecayedKeys {
 
   private:
     static Int place(Int i, Int j) { return i * (i + 1) / 2 + j; }
+
+    void read_keys(const Tensor& k, const Sequence& s, Int first, Int group) const {
+        for (Int i = 0; i < n; ++i)
+            read_row(x_.type, address(k, x_.type, s.batch, first + i, group), x_.features, at(i, i));
+        for (Int i = n; i < GLA_CHUNK; ++i)  // keys of 0
+            std::memset(at(i, i), 0, (size_t)keys_.row * 4);
+    }
 
     const Gla& x_;
     HeadRows value_rows_;

@@ -14,6 +14,8 @@ Status EXPORTED(linear_backward)(const Linear*, const LinearGradients*);
 int64_t EXPORTED(linear_saved_floats)(const Linear*);
 Status EXPORTED(gla_forward)(const Gla*, const GlaOutputs*);
 Status EXPORTED(gla_backward)(const Gla*, const GlaGradients*);
+Status EXPORTED(dplr_forward)(const Dplr*, const GlaOutputs*);
+Status EXPORTED(dplr_backward)(const Dplr*, const DplrGradients*);
 Status EXPORTED(linear_step)(const LinearStep*);
 Status EXPORTED(window_forward)(const Window*, const WindowOutputs*);
 Status EXPORTED(window_backward)(const Window*, const WindowGradients*);

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from unrolled import alignment, attention, recurrent
 from unrolled.generation import sampling
+from unrolled.ops.dplr import dplr, dplr_step
 from unrolled.ops.feature_maps import FEATURE_MAPS, make_feature_map
 from unrolled.ops.gla import diagonal_linear_attention, diagonal_linear_attention_step
 from unrolled.ops.linear import LinearState, linear_attention, linear_attention_step
@@ -48,6 +49,8 @@ def operations() -> dict[str, Call]:
     gate, gates = -normal(B, T, H, D).abs(), {"state": diagonal}
     masks = {"causal": True, "key_padding_mask": padding()}
     logits = normal(B, 7)
+    rule = {"a": normal(B, T, H, D), "b": normal(B, T, H, D), "log_decay": gate}
+    rule_step = {name: x[:, 0] for name, x in rule.items()}
     return {
         "linear_attention": (linear_attention, {**positive, **masks, "state": state}),
         "linear_attention_step": (linear_attention_step, {**step, "state": state}),
@@ -56,6 +59,8 @@ def operations() -> dict[str, Call]:
             diagonal_linear_attention_step,
             step | gates | {"log_decay": gate[:, 0]},
         ),
+        "dplr": (dplr, qkv | gates | rule),
+        "dplr_step": (dplr_step, step | gates | rule_step),
         "softmax_attention": (softmax_attention, {**qkv, **masks, "scale": 0.5}),
         "softmax_attention with a mask": (softmax_attention, qkv | {"attn_mask": torch.ones(T, T).bool()}),
         "window_attention": (window_attention, {**qkv, "window_size": (2, 0), "key_padding_mask": padding()}),

@@ -14,8 +14,9 @@ its first author, `RWKV_x070_TMix_seq` in the package rwkv. In the published mod
 adds a learned share of the first layer's values to its own values; here, layers are independent. With
 `bias=False` this is the published first layer.
 
-Cost per head, with values M wide and chunks of C = 32 tokens, or 64 for heads wider than 64: in training time
-O(T (C (C+D+M) + D (D+M))) and memory O(T (C+D+M)); per generated token time, memory and state O(D M).
+Cost per head, with values M wide: in training time O(T D M) and memory O(T (D+M)) on a CPU; in plain PyTorch,
+with chunks of C = 32 tokens, or 64 for heads wider than 64, time O(T (C (C+D+M) + D (D+M))) and memory
+O(T (C+D+M)); per generated token time, memory and state O(D M).
 Cannot: attend in both directions or to another sequence, nor honour an `attn_mask`.
 Equals softmax attention: never. With a = 0, w = 1 and n = 0 it is unnormalised linear attention.
 """

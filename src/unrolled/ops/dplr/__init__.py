@@ -9,15 +9,13 @@ a gate for every channel (`unrolled.ops.delta`).
 Peng et al. 2025, "RWKV-7 'Goose' with Expressive Dynamic State Evolution" (arXiv 2503.14456).
 """
 
-import torch
 from torch import Tensor
 
 from unrolled.ops.checks import check_log_decay, check_qkv, check_state_tensor, check_step, wrong
-from unrolled.ops.dplr import chunked
+from unrolled.ops.dplr import operator
 from unrolled.ops.dplr.chunked import Inputs
 from unrolled.ops.masks import without_padding
 from unrolled.ops.node import like_recurrence, one_node
-from unrolled.ops.packing import length_buckets
 from unrolled.ops.precision import accumulation_dtype
 
 
@@ -62,8 +60,8 @@ def dplr(
     _check_rule(q, k, v, a, b, log_decay, state, N)
     if key_padding_mask is not None:
         q, k, v, a, b, log_decay = (without_padding(x, key_padding_mask) for x in (q, k, v, a, b, log_decay))
-    inputs = Inputs(q, k, v, a, b, log_decay, state)
-    return chunked.forward(inputs) if cu_seqlens is None else _packed(inputs, cu_seqlens)
+    o, state = operator.dplr(Inputs(q, k, v, a, b, log_decay, state), cu_seqlens)
+    return o.to(v.dtype), state
 
 
 def dplr_step(
@@ -82,18 +80,8 @@ def dplr_step(
     """
     check_step(q, k, v)
     _check_rule(q, k, v, a, b, log_decay, state, k.shape[0])
-    return chunked.step(q, k, v, a, b, log_decay, state)
-
-
-def _packed(inputs: Inputs, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute what `chunked.forward` does for each sequence; the state has one row per sequence."""
-    *tokenwise, state = inputs
-    o, after = torch.zeros_like(inputs.v), torch.zeros_like(state)
-    for rows, tokens, padding in length_buckets(cu_seqlens, inputs.q.shape[1]):
-        part = (without_padding(x[0, tokens], padding) for x in tokenwise)
-        o_part, after[rows] = chunked.forward(Inputs._make((*part, state[rows])))
-        o[0, tokens[~padding]] = o_part[~padding]
-    return o, after
+    o, state = operator.dplr_step(Inputs(q, k, v, a, b, log_decay, state))
+    return o.to(v.dtype), state
 
 
 def _check_rule(
