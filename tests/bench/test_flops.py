@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from unrolled import linear_attention
 from unrolled.bench import flops
 from unrolled.models import Decoder, DecoderConfig
+from unrolled.ops.dplr import dplr
 
 N, D, M = 5, 3, 2
 
@@ -119,6 +120,46 @@ def test_the_gradient_of_linear_attention(inputs):
     _, *exact = by_autograd(inputs, lambda *x: linear_attention(*x, causal=True))
     for found, expected in zip((dq, dk, dv), exact, strict=True):
         torch.testing.assert_close(torch.tensor(found).double(), expected)
+
+
+def test_the_rule_of_rwkv7_and_its_gradient():
+    generator = torch.Generator().manual_seed(0)
+    sizes = (D, D, M, D, D, D, M)
+    *given, grad_o = (torch.randn(N, size, generator=generator, dtype=torch.float64) for size in sizes)
+    given[5] = -given[5].abs()
+    q, k, v, a, b, _ = map(numbers, given)
+    w, g = numbers(given[5].exp()), numbers(grad_o)
+
+    Counted.count = 0
+    S, o, kept = zeros(D, M), [], []
+    for t in range(N):
+        u = [dot(a[t], [S[d][m] for d in range(D)]) for m in range(M)]
+        kept.append((S, u))
+        S = [[w[t][d] * S[d][m] + b[t][d] * u[m] + k[t][d] * v[t][m] for m in range(M)] for d in range(D)]
+        o.append([dot(q[t], [S[d][m] for d in range(D)]) for m in range(M)])
+    kept.append((S, None))
+    assert flops.dplr(N, D, M) == Counted.count
+
+    Counted.count = 0
+    dS, found = zeros(D, M), []
+    for t in reversed(range(N)):
+        (before, u), after = kept[t], kept[t + 1][0]
+        dq = [dot(after[d], g[t]) for d in range(D)]
+        dS = [[dS[d][m] + q[t][d] * g[t][m] for m in range(M)] for d in range(D)]
+        dk, db = ([dot(dS[d], x) for d in range(D)] for x in (v[t], u))
+        dv, du = ([dot(x, [dS[d][m] for d in range(D)]) for m in range(M)] for x in (k[t], b[t]))
+        da, dw = [dot(before[d], du) for d in range(D)], [dot(dS[d], before[d]) for d in range(D)]
+        dS = [[w[t][d] * dS[d][m] + a[t][d] * du[m] for m in range(M)] for d in range(D)]
+        found.insert(0, (dq, dk, dv, da, db, dw))
+    assert flops.dplr_gradient(N, D, M) == Counted.count
+
+    leaves = [x[None, :, None].requires_grad_() for x in given]
+    exact, _ = dplr(*leaves)
+    torch.testing.assert_close(torch.tensor(o).double(), exact[0, :, 0])
+    expected = [x[0, :, 0] for x in torch.autograd.grad(exact, leaves, grad_o[None, :, None])]
+    expected[5] = expected[5] / given[5].exp()  # of w, not of log w
+    for ours, theirs in zip(zip(*found, strict=True), expected, strict=True):
+        torch.testing.assert_close(torch.tensor(ours).double(), theirs)
 
 
 @pytest.mark.parametrize(("left", "right"), [(None, 0), (2, 0), (1, 2), (None, None), (9, 9)])

@@ -1,6 +1,6 @@
 """The registry: every case of the benchmark, by name."""
 
-from unrolled.bench import decode, delta, gla, images, linear, mechanisms, models, variations, window
+from unrolled.bench import decode, delta, dplr, gla, images, linear, mechanisms, models, variations, window
 from unrolled.bench.case import Case
 
 CASES: dict[str, Case] = {
@@ -10,6 +10,7 @@ CASES: dict[str, Case] = {
         *variations.CASES,
         *gla.CASES,
         *delta.CASES,
+        *dplr.CASES,
         *window.CASES,
         *decode.CASES,
         *models.CASES,

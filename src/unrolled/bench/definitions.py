@@ -90,6 +90,20 @@ def delta(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> T
     return torch.stack(outs, dim=1)
 
 
+def dplr(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, log_decay: Tensor) -> Tensor:
+    """The rule of a diagonal plus low rank, all `[B,N,H,D]` (arXiv 2503.14456).
+
+    S <- (diag(exp(log_decay_t)) + b_t a_t^T) S + k_t v_t^T;  o_t = S^T q_t
+    """
+    state, outs = torch.zeros_like(k[:, 0].unsqueeze(-1) * v[:, 0].unsqueeze(-2)), []
+    for t in range(q.shape[1]):
+        read = torch.einsum("bhd,bhdm->bhm", a[:, t], state)
+        kept = log_decay[:, t].exp().unsqueeze(-1) * state + b[:, t].unsqueeze(-1) * read.unsqueeze(-2)
+        state = kept + k[:, t].unsqueeze(-1) * v[:, t].unsqueeze(-2)
+        outs.append(torch.einsum("bhd,bhdm->bhm", q[:, t], state))
+    return torch.stack(outs, dim=1)
+
+
 def with_gradients(output: Tensor, inputs: Sequence[Tensor], grad_output: Tensor) -> list[Tensor]:
     """Return the output and the gradients of sum(output * grad_output) with respect to the inputs."""
     return [output.detach(), *torch.autograd.grad(output, inputs, grad_output.to(output))]

@@ -43,6 +43,25 @@ def delta_rule_gradient(length: int, width: int, values: int) -> int:
     return length * (15 * width * values + 2 * width + 3 * values)
 
 
+def dplr(length: int, width: int, values: int) -> int:
+    """The rule of a diagonal plus low rank of one head, as its recurrence does it (arXiv 2503.14456).
+
+    Per token, S <- diag(w) S takes width * values; the products of u = S^T a, S += b u^T, S += k v^T and
+    q^T S take 2 width * values each.
+    """
+    return length * 9 * width * values
+
+
+def dplr_gradient(length: int, width: int, values: int) -> int:
+    """The gradients of `dplr` from its states, and u.
+
+    dq = S g, dS += q g^T, dv = dS^T k, dk = dS v, du = dS^T b, db = dS u, then with the state S before the
+    token da = S du and dS += a du^T: 2 width * values each. dw = sum(dS * S) takes as much,
+    dS <- diag(w) dS half as much.
+    """
+    return length * 19 * width * values
+
+
 def pairs_within(length: int, left: int | None, right: int | None) -> int:
     """Number of pairs of a query and a key, if query i reads keys i - left to i + right (None: all)."""
 
