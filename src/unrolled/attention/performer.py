@@ -100,12 +100,16 @@ class Features(NamedTuple):
         return log_size if self.exponent is None else log_size + self.exponent.detach().amax(-1)
 
     def shifted(self, shift: Tensor | None) -> Tensor:
-        """Return phi(x) exp(-shift) for a shift `[...,H]`, which is None where `peak` is."""
+        """Return phi(x) exp(-shift) for a shift `[...,H]`, which is None where `peak` is.
+
+        An infinite shift gives 0. The exponent is overwritten, since it may be as large as all other tensors
+        of a layer together.
+        """
         if self.log_size is None or shift is None:
             assert self.wave is not None  # one of the two is there
             return self.wave
         log_size = (self.log_size - shift).unsqueeze(-1)
-        size = log_size.exp() if self.exponent is None else (self.exponent + log_size).exp_()
+        size = log_size.exp() if self.exponent is None else self.exponent.add_(log_size).exp_()
         return size if self.wave is None else size * self.wave
 
 
@@ -242,6 +246,8 @@ def favor_attention(
     peak = k_features.peak()
     if peak is not None:
         shift, log_decay, log_scale = _shifts(peak, log_scale, causal, key_padding_mask, cu_seqlens)
+        if key_padding_mask is not None:  # the features of padding are 0 by their shift
+            v, key_padding_mask = without_padding(v, key_padding_mask), None
     before = None if state is None else LinearState(state.kv, state.k_sum)
     masks = Masks(key_padding_mask, None, cu_seqlens).of_keys()
     q, k = _query_features(phi(q)), k_features.shifted(shift)
@@ -273,7 +279,7 @@ def _shifts(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the shifts of keys with `peak [B,S,G]`, their decay if causal, and the last M `[B,G]`.
 
-    Padded keys are masked. They are shifted by their own peak, which keeps them finite.
+    The shift of padded keys is infinite.
     """
     padding = None if key_padding_mask is None else key_padding_mask.unsqueeze(-1)
     unpadded = peak if padding is None else peak.masked_fill(padding, LOWEST)
@@ -286,7 +292,7 @@ def _shifts(
     else:
         last = cu_seqlens[1:].long() - 1
         shift = running[:, last[segment_ids(cu_seqlens, peak.shape[1])]]
-    return shift if padding is None else torch.where(padding, peak, shift), log_decay, end
+    return shift if padding is None else shift.masked_fill(padding, torch.inf), log_decay, end
 
 
 def _running_maximum(x: Tensor, before: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
