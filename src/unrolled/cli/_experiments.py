@@ -95,6 +95,7 @@ def run(
         ValueError: a run in the folder has other settings or other data, or as `unrolled.training.train`.
         KeyboardInterrupt: on Ctrl-C; the same call continues from there.
     """
+    training.keep_freed_memory()
     runs = dict(ended(experiment, folder, shipped=shipped).runs)
     results = Results(experiment, runs)
     for contender in contenders:

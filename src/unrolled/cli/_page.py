@@ -126,6 +126,7 @@ def train_demo(run: "Run", *, resume: bool) -> float:
 
     from unrolled import training
 
+    training.keep_freed_memory()
     model = run.new_model(torch.device("cpu"))
     parameters = sum(x.numel() for x in model.parameters())
     typer.echo(f"{parameters:,} parameters, {run.dataset.name}, run folder {run.run_dir}", err=True)

@@ -107,6 +107,7 @@ def train(
     from unrolled.models.saving import PLAN_FILE, WEIGHTS_FILE
     from unrolled.training.processes import joined
 
+    training.keep_freed_memory()
     with joined() as processes:
         with processes.agreed():
             run = run_config.resolve(run_config.read(config, overrides or [], data_dir))

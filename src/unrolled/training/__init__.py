@@ -6,6 +6,7 @@ from unrolled.training.evaluation import evaluate
 from unrolled.training.forecast import Forecast, dry_run
 from unrolled.training.log import read_log
 from unrolled.training.loop import TrainResult, train
+from unrolled.training.memory import keep_freed_memory
 from unrolled.training.positions import Score, evaluate_positions
 from unrolled.training.processes import ElsewhereError
 
@@ -18,6 +19,7 @@ __all__ = [
     "dry_run",
     "evaluate",
     "evaluate_positions",
+    "keep_freed_memory",
     "read_log",
     "read_metadata",
     "train",

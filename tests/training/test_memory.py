@@ -1,0 +1,46 @@
+"""The memory that a process frees, in processes of their own, since the setting cannot be undone."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import resource
+import torch
+from unrolled.training import keep_freed_memory
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+print(keep_freed_memory())
+torch.ones(2**24)
+before = faults()
+for _ in range(5):
+    torch.ones(2**24)
+print(faults() - before)
+"""
+
+
+def run(**environment):
+    """Whether memory is kept, and the page faults of five tensors of 64 MB, each freed before the next."""
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    kept, faults = found.stdout.split()
+    return kept == "True", int(faults)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have another C library")
+def test_freed_memory_is_kept_unless_the_environment_says_otherwise():
+    kept, faults = run()
+    if not kept:
+        pytest.skip("the C library is not glibc")
+    returned, faults_otherwise = run(MALLOC_TRIM_THRESHOLD_="131072")
+    assert not returned
+    assert faults < faults_otherwise / 2
