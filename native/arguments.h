@@ -82,7 +82,7 @@ struct GlaGradients {
 };
 
 // The rule of a diagonal plus low rank: linear attention with a decay for every feature, where a token also
-// writes at b what a read before the token. `offsets` as in `Linear`.
+// writes a second value, at b: what a reads from the state before the token. `offsets` as in `Linear`.
 struct Dplr {
     int64_t sequences, tokens, heads, features, values;
     int32_t type, threads;

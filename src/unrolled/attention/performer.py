@@ -102,14 +102,19 @@ class Features(NamedTuple):
     def shifted(self, shift: Tensor | None) -> Tensor:
         """Return phi(x) exp(-shift) for a shift `[...,H]`, which is None where `peak` is.
 
-        An infinite shift gives 0. The exponent is overwritten, since it may be as large as all other tensors
-        of a layer together.
+        An infinite shift gives 0. The exponent may be overwritten, since it is by far the largest tensor of a
+        layer.
         """
         if self.log_size is None or shift is None:
             assert self.wave is not None  # one of the two is there
             return self.wave
         log_size = (self.log_size - shift).unsqueeze(-1)
-        size = log_size.exp() if self.exponent is None else self.exponent.add_(log_size).exp_()
+        if self.exponent is None:
+            size = log_size.exp()
+        elif self.exponent.is_contiguous():
+            size = self.exponent.add_(log_size).exp_()
+        else:  # a view of a product: autograd copies the gradient of a view that is overwritten
+            size = (self.exponent + log_size).exp_()
         return size if self.wave is None else size * self.wave
 
 
@@ -246,7 +251,7 @@ def favor_attention(
     peak = k_features.peak()
     if peak is not None:
         shift, log_decay, log_scale = _shifts(peak, log_scale, causal, key_padding_mask, cu_seqlens)
-        if key_padding_mask is not None:  # the features of padding are 0 by their shift
+        if key_padding_mask is not None:  # their shift makes the features of padded keys 0
             v, key_padding_mask = without_padding(v, key_padding_mask), None
     before = None if state is None else LinearState(state.kv, state.k_sum)
     masks = Masks(key_padding_mask, None, cu_seqlens).of_keys()
