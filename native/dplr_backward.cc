@@ -19,6 +19,7 @@
 // At the end:
 // 10. Write the gradient of the initial state.
 #include "dplr_chunk.h"
+#include "gla_states.h"
 #include "kernels.h"
 
 namespace UNROLLED_ISA {
@@ -43,27 +44,18 @@ struct Reading {
 };
 
 // Heads of one sequence, from chunk to chunk, as in the forward pass.
-class Heads {
+class Heads : BackwardStates {
   public:
     Heads(const Dplr& x, const Gla& gla, const DplrGradients& out, const Sequence& s, Int first, Int last,
           Workspace& memory)
-        : x_(x),
+        : BackwardStates(gla, s, first, last, memory),
+          x_(x),
           out_(out),
-          s_(s),
-          first_(first),
-          last_(last),
-          segments_(ceil_div(s.keys, GLA_CHUNK * SEGMENT)),
-          R_(round_up(x.features)),
-          M_(round_up(x.values)),
           keys_(x, gla, memory),
           queries_(x, x.q, 0, memory),
           reads_(x, memory),
           d_o_(M_, memory),
           d_reads_(M_, memory),
-          kept_(memory.zeros((last - first) * segments_ * x.values * R_)),
-          states_(memory.zeros((last - first) * SEGMENT * x.values * R_)),
-          d_states_(memory.rows((last - first) * x.features, M_)),
-          d_states_T_{memory.zeros((last - first) * x.values * R_), R_},
           d_k_(memory.rows(GLA_CHUNK, R_)),
           d_b_(memory.rows(GLA_CHUNK, R_)),
           d_from_start_(memory.rows(GLA_CHUNK, R_)),
@@ -78,61 +70,30 @@ class Heads {
         for (Int c = 0; c < chunks; ++c) for_heads([&] { compute_reads(c); });
         for_heads([&] {
             read_state(out_.state);
-            transpose_state(x_.features, x_.values, d_state_.data, M_, d_state_T_);
+            transpose_d_state(d_state_T_);
         });
-        for (Int segment = segments_ - 1; segment >= 0; --segment) {
-            // 2. States before the chunks.
-            const Int first = segment * SEGMENT, last = min(first + SEGMENT, chunks) - 1;
-            const auto before = [&](Int c) { return c == first ? kept(segment) : state(c - first); };
-            for (Int c = first; c < last; ++c) for_heads([&] { advance(c, before(c), before(c + 1)); });
-            for (Int c = last; c >= first; --c) for_heads([&] { backward(c, before(c)); });
-        }
+        // 2. to 9. The chunks, from the last to the first.
+        go_back(
+            chunks, [&](Int c, Rows from, Rows to) { advance(c, from, to); },
+            [&](Int c, Rows before) { backward(c, before); });
         // 10. Gradient of the initial state.
-        for_heads([&] {
-            for (Int r = 0; r < x_.features; ++r)
-                write_row(FLOAT32, row(d_state_, r), x_.values,
-                          out_.d_state + place_in_states() + r * x_.values);
-        });
+        for_heads([&] { write_state(out_.d_state); });
     }
 
   private:
-    template <typename F>
-    void for_heads(F&& f) {
-        for (head_ = first_; head_ < last_; ++head_) {
-            d_state_ = {row(d_states_, (head_ - first_) * x_.features), M_};
-            d_state_T_ = {row(d_states_T_, (head_ - first_) * x_.values), R_};
-            f();
-        }
-    }
-
-    // The states of the current head, transposed.
-    Rows kept(Int segment) const {
-        return {kept_ + ((head_ - first_) * segments_ + segment) * x_.values * R_, R_};
-    }
-    Rows state(Int chunk) const {
-        return {states_ + ((head_ - first_) * SEGMENT + chunk) * x_.values * R_, R_};
-    }
-    Int place_in_states() const { return (s_.index * x_.heads + head_) * x_.features * x_.values; }
-
-    void read_state(const float* from) {
-        for (Int r = 0; r < x_.features; ++r)
-            read_row(FLOAT32, from + place_in_states() + r * x_.values, x_.values, row(d_state_, r));
-    }
-
     Int token_of(Int chunk) const { return s_.first_key + chunk * GLA_CHUNK; }
-    Int place(Int token) const { return (s_.batch * x_.tokens + token) * x_.heads + head_; }
+    Int place(Int token) const { return (s_.batch * x_.tokens + token) * x_.heads + group_; }
     float* kept_read(Int chunk, Int i) const { return out_.reads + place(token_of(chunk) + i) * x_.values; }
 
     void read_keys(Int chunk) {
         const Int t = chunk * GLA_CHUNK;
-        keys_.read(s_, s_.first_key + t, min(GLA_CHUNK, s_.keys - t), head_);
+        keys_.read(s_, s_.first_key + t, min(GLA_CHUNK, s_.keys - t), group_);
     }
 
     void compute_reads(Int chunk) {
-        if (chunk % SEGMENT == 0)
-            transpose_state(x_.features, x_.values, d_state_.data, M_, kept(chunk / SEGMENT));
+        if (chunk % SEGMENT == 0) transpose_d_state(kept(chunk / SEGMENT));
         read_keys(chunk);
-        reads_.read(s_, token_of(chunk), head_, keys_);
+        reads_.read(s_, token_of(chunk), group_, keys_);
         prefetch(chunk, chunk + 1, false,
                  ceil_div(x_.values, TILE_VECS * WIDTH) * ceil_div(x_.features, TILE_ROWS));
         for (Int m = 0; m < x_.values; m += TILE_VECS * WIDTH) {
@@ -153,7 +114,7 @@ class Heads {
     // rows of dO and of the queries are requested only with `all`.
     void prefetch(Int chunk, Int after, bool all, Int calls) {
         prefetcher_.clear();
-        const Int head = head_ + 1 < last_ ? head_ + 1 : first_;
+        const Int head = group_ + 1 < last_ ? group_ + 1 : first_;
         const Int t = (head == first_ ? after : chunk) * GLA_CHUNK, first = s_.first_key + t;
         const Int n = t < 0 ? 0 : min(GLA_CHUNK, s_.keys - t);
         if (all) {
@@ -188,9 +149,9 @@ class Heads {
         // 3. Inputs.
         const Int token = token_of(chunk);
         read_keys_and_reads(chunk);
-        queries_.read(s_, token, head_, keys_);
-        reads_.read(s_, token, head_, keys_);
-        read_rows(out_.o, x_.type, s_.batch, token, head_, keys_.k.n, x_.values, d_o_.results);
+        queries_.read(s_, token, group_, keys_);
+        reads_.read(s_, token, group_, keys_);
+        read_rows(out_.o, x_.type, s_.batch, token, group_, keys_.k.n, x_.values, d_o_.results);
         prefetch(chunk, chunk - 1, true, ceil_div(x_.features, TILE_ROWS) + ceil_div(x_.values, TILE_ROWS));
         compute_d_reads();
         compute_d_values(token);
@@ -239,13 +200,7 @@ class Heads {
         for (Int i = 0; i < keys_.k.n; ++i) std::memset(row(d_from_start_, i), 0, (size_t)R_ * 4);
         compute_d_rows(queries_, d_o_, state_T, token, out_.d_q);
         compute_d_rows(reads_.a, d_reads_, state_T, token, out_.d_a);
-        float* d_decay = row(d_from_start_, keys_.k.n - 1);
-        for (Int r = 0; r < x_.features; r += WIDTH) {
-            Vec sums[4]{};
-            for (Int m = 0; m < x_.values; ++m)
-                sums[m % 4] += load(row(state_T, m) + r) * load(row(d_state_T_, m) + r);
-            store(d_decay + r, load(d_decay + r) + ((sums[0] + sums[1]) + (sums[2] + sums[3])));
-        }
+        add_decay_gradient(state_T, row(d_from_start_, keys_.k.n - 1));
     }
 
     void compute_d_rows(const Readers& readers, const Reading& d, Rows state_T, Int token, void* to) {
@@ -355,16 +310,12 @@ class Heads {
 
     const Dplr& x_;
     const DplrGradients& out_;
-    const Sequence s_;
-    const Int first_, last_, segments_, R_, M_;
-    Int head_ = 0;  // the current head
     KeyPairs keys_;
     Readers queries_;
     Reads reads_;
     Prefetcher prefetcher_;
     Reading d_o_, d_reads_;
-    float *kept_, *states_;
-    Rows d_states_, d_states_T_, d_state_{}, d_state_T_{}, d_k_, d_b_, d_from_start_, read_, d_values_;
+    Rows d_k_, d_b_, d_from_start_, read_, d_values_;
     float* row_;
 };
 

@@ -20,32 +20,24 @@
 // At the end:
 // 8. Write the gradient of the initial state.
 #include "gla_delta.h"
+#include "gla_states.h"
 #include "kernels.h"
 
 namespace UNROLLED_ISA {
 namespace {
 
 // Key heads of one sequence, from chunk to chunk, as in the forward pass.
-class Heads {
+class Heads : BackwardStates {
   public:
     Heads(const Gla& x, const GlaGradients& out, const Sequence& s, Int first, Int last, Workspace& memory)
-        : x_(x),
+        : BackwardStates(x, s, first, last, memory),
+          x_(x),
           out_(out),
-          s_(s),
-          first_(first),
-          last_(last),
-          segments_(ceil_div(s.keys, GLA_CHUNK * SEGMENT)),
-          R_(round_up(x.features)),
-          M_(round_up(x.values)),
           keys_(x, memory),
           queries_(x, memory),
           corrections_(x, memory),
           d_o_(memory.rows(queries_.readers * GLA_CHUNK, M_)),
           d_weights_{memory.zeros(queries_.readers * GLA_CHUNK * GLA_CHUNK), GLA_CHUNK},
-          kept_(memory.zeros((last - first) * segments_ * x.values * R_)),
-          states_(memory.zeros((last - first) * SEGMENT * x.values * R_)),
-          d_states_(memory.rows((last - first) * x.features, M_)),
-          d_states_T_{memory.zeros((last - first) * x.values * R_), R_},
           d_keys_(memory.rows(GLA_CHUNK, R_)),
           d_reading_keys_(memory.rows(GLA_CHUNK, R_)),
           d_from_start_(memory.rows(GLA_CHUNK, R_)),
@@ -64,50 +56,21 @@ class Heads {
                 advance(c, c % SEGMENT ? state(0) : kept(segment),
                         c % SEGMENT == SEGMENT - 1 ? kept(segment + 1) : state(0));
             });
-        for (Int segment = segments_ - 1; segment >= 0; --segment) {
-            // 2. States before the chunks.
-            const Int first = segment * SEGMENT, last = min(first + SEGMENT, chunks) - 1;
-            const auto before = [&](Int c) { return c == first ? kept(segment) : state(c - first); };
-            for (Int c = first; c < last; ++c) for_heads([&] { advance(c, before(c), before(c + 1)); });
-            for (Int c = last; c >= first; --c) for_heads([&] { backward(c, before(c)); });
-        }
+        // 2. to 7. The chunks, from the last to the first.
+        go_back(
+            chunks, [&](Int c, Rows from, Rows to) { advance(c, from, to); },
+            [&](Int c, Rows before) { backward(c, before); });
         // 8. Gradient of the initial state.
-        for_heads([&] {
-            for (Int r = 0; r < x_.features; ++r)
-                write_row(FLOAT32, row(d_state_, r), x_.values,
-                          out_.d_state + place_in_states() + r * x_.values);
-        });
+        for_heads([&] { write_state(out_.d_state); });
     }
 
   private:
-    template <typename F>
-    void for_heads(F&& f) {
-        for (group_ = first_; group_ < last_; ++group_) {
-            d_state_ = {row(d_states_, (group_ - first_) * x_.features), M_};
-            d_state_T_ = {row(d_states_T_, (group_ - first_) * x_.values), R_};
-            f();
-        }
-    }
-
-    // The states of the current head.
-    Rows kept(Int segment) const {
-        return {kept_ + ((group_ - first_) * segments_ + segment) * x_.values * R_, R_};
-    }
-    Rows state(Int chunk) const {
-        return {states_ + ((group_ - first_) * SEGMENT + chunk) * x_.values * R_, R_};
-    }
-    Int place_in_states() const { return (s_.index * x_.groups + group_) * x_.features * x_.values; }
-
     // Solves for the corrections of all chunks, from state to state. The states lie where dS is later.
     void correct(Int chunks) {
-        for_heads([&] {
-            for (Int r = 0; r < x_.features; ++r)
-                read_row(FLOAT32, x_.state + place_in_states() + r * x_.values, x_.values, row(d_state_, r));
-        });
+        for_heads([&] { read_state(x_.state); });
         for (Int c = 0; c < chunks; ++c)
             for_heads([&] {
-                if (c % SEGMENT == 0)
-                    transpose_state(x_.features, x_.values, d_state_.data, M_, kept(c / SEGMENT));
+                if (c % SEGMENT == 0) transpose_d_state(kept(c / SEGMENT));
                 read_keys(c);
                 prefetch(c, c + 1, false,
                          ceil_div(x_.values, TILE_VECS * WIDTH) * ceil_div(x_.features, TILE_ROWS));
@@ -127,9 +90,8 @@ class Heads {
     }
 
     void read_states() {
-        for (Int r = 0; r < x_.features; ++r)
-            read_row(FLOAT32, out_.state + place_in_states() + r * x_.values, x_.values, row(d_state_, r));
-        transpose_state(x_.features, x_.values, d_state_.data, M_, d_state_T_);
+        read_state(out_.state);
+        transpose_d_state(d_state_T_);
         if (segments_ && !x_.rates)
             transpose_state(x_.features, x_.values, x_.state + place_in_states(), x_.values, kept(0));
     }
@@ -250,13 +212,7 @@ class Heads {
                     write(out_.d_q, token + i, x_.heads, group_ * queries_.heads + p, x_.features, row_);
             }
         }
-        float* d_decay = row(d_from_start_, keys_.n - 1);
-        for (Int r = 0; r < x_.features; r += WIDTH) {
-            Vec sums[4]{};
-            for (Int m = 0; m < x_.values; ++m)
-                sums[m % 4] += load(row(state_T, m) + r) * load(row(d_state_T_, m) + r);
-            store(d_decay + r, load(d_decay + r) + ((sums[0] + sums[1]) + (sums[2] + sums[3])));
-        }
+        add_decay_gradient(state_T, row(d_from_start_, keys_.n - 1));
     }
 
     // 6. dK, and what passes through the gates
@@ -331,18 +287,13 @@ class Heads {
 
     const Gla& x_;
     const GlaGradients& out_;
-    const Sequence s_;
-    const Int first_, last_, segments_, R_, M_;
-    Int group_ = 0;           // the current head
     bool corrected_ = false;  // whether the residuals of all chunks are known
     DecayedKeys keys_;
     DecayedQueries queries_;
     DecayedCorrections corrections_;
     Prefetcher prefetcher_;
     Rows d_o_, d_weights_;
-    float *kept_, *states_;
-    Rows d_states_, d_states_T_, d_state_{}, d_state_T_{}, d_keys_, d_reading_keys_, d_from_start_, read_,
-        d_values_;
+    Rows d_keys_, d_reading_keys_, d_from_start_, read_, d_values_;
     float* row_;
 };
 

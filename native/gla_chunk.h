@@ -17,14 +17,6 @@ namespace UNROLLED_ISA {
 // whole keys.
 constexpr Int GLA_CHUNK = 8;
 
-constexpr Int SEGMENT = 8;  // chunks between two states that a backward pass keeps
-
-// B [cols, rows] = A^T for matrices of whole vectors.
-inline void transpose_state(Int rows, Int cols, const float* a, Int a_row, Rows b) {
-    for (Int i = 0; i < rows; ++i)
-        for (Int j = 0; j < cols; ++j) row(b, j)[i] = a[i * a_row + j];
-}
-
 // How the key heads of a sequence are divided into blocks of neighbouring heads. A head has `states` states;
 // a block has as many heads as have all their states in the second-level cache, 2^17 floats or 512 KiB.
 // Blocks are smaller if there would be fewer blocks than threads.
