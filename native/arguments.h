@@ -34,6 +34,17 @@ struct Linear {
     // queries are also multiplied by `query_scale`. Only in the forward pass.
     float unit_epsilon, query_scale;
     int32_t feature_map;  // applied to q and k; not with rates
+    // With `rows`, q and k are `width` wide and mapped to exp(W y - |y|^2 / 2 - shift), y = x / width^(1/4).
+    // The largest feature of a query is 1. The rows of both matrices are padded to a multiple of 16.
+    int64_t width, row_heads;      // row_heads is 1 or groups
+    const float* rows;             // W [row_heads, features, width], or null; with a divisor only
+    const float* transposed_rows;  // [row_heads, width, features]
+    const float* key_shift;        // [batch, keys, groups]
+};
+
+// The largest exponent W y - |y|^2 / 2 of each key, [batch, keys, groups].
+struct KeyPeaks {
+    float* peak;
 };
 
 struct LinearOutputs {
@@ -47,12 +58,12 @@ struct LinearGradients {
     const float *kv, *k_sum;              // gradients of the final state
     const float* divisor;                 // of the forward pass
     void *d_q, *d_k, *d_v;                // results, contiguous, in the type of the inputs
-    double* d_log_decay;                  // only with gates
+    double* d_log_decay;                  // null if not wanted
     float* d_rates;                       // only with rates
     float *d_kv, *d_k_sum;                // gradients of the initial state
-    float *d_divisor, *d_log_from_start;  // scratch [batch, queries, heads]; the second only with gates
-    float* states;                        // scratch of `linear_saved_floats` floats, with gates or rates
-    float* residuals;                     // scratch [batch, keys, groups, values], only with rates
+    float *d_divisor, *d_log_from_start;  // scratch [batch, queries, heads]; the second only with d_log_decay
+    float* states;     // scratch of `linear_saved_floats` floats, with d_log_decay or rates
+    float* residuals;  // scratch [batch, keys, groups, values], only with rates
 };
 
 // Linear attention with a decay for every feature: causal, without a divisor. `offsets` as in `Linear`. With

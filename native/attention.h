@@ -83,16 +83,6 @@ inline void score_part(const Queries& x, const KeyStore& store, Int first, Int n
     for (; j < end; j += NARROW) score<ROWS, NARROW / WIDTH>(x, keys(j), D, scale, scores + j);
 }
 
-inline float largest_lane(Vec x) {
-    Quad parts[WIDTH / 4];
-    std::memcpy(parts, &x, sizeof x);
-    for (int n = WIDTH / 8; n; n /= 2)
-        for (int i = 0; i < n; ++i) parts[i] = parts[i] > parts[i + n] ? parts[i] : parts[i + n];
-    const Quad other = __builtin_shufflevector(parts[0], parts[0], 2, 3, 0, 1),
-               pairs = parts[0] > other ? parts[0] : other;
-    return pairs[0] > pairs[1] ? pairs[0] : pairs[1];
-}
-
 // Replaces n scores by exp(score - most). Returns the factor that the sums so far are multiplied by.
 inline float weigh(Weights& x, float* scores, Int n) {
     for (Int i = n; i % WIDTH; ++i) scores[i] = -__builtin_inff();

@@ -12,6 +12,7 @@ extern "C" {
 Status EXPORTED(linear_forward)(const Linear*, const LinearOutputs*);
 Status EXPORTED(linear_backward)(const Linear*, const LinearGradients*);
 int64_t EXPORTED(linear_saved_floats)(const Linear*);
+Status EXPORTED(key_peaks)(const Linear*, const KeyPeaks*);
 Status EXPORTED(gla_forward)(const Gla*, const GlaOutputs*);
 Status EXPORTED(gla_backward)(const Gla*, const GlaGradients*);
 Status EXPORTED(dplr_forward)(const Dplr*, const GlaOutputs*);

@@ -28,6 +28,8 @@
 namespace UNROLLED_ISA {
 namespace {
 
+bool gate_gradients(const Linear& x, const LinearGradients& out) { return x.log_decay && out.d_log_decay; }
+
 // One state for every chunk of every sequence. A packed sequence need not begin at a multiple of the chunk,
 // so there is one state more for each sequence.
 Int saved_floats(const Linear& x) {
@@ -43,7 +45,7 @@ float* saved_state(const Linear& x, const LinearGradients& out, const Sequence& 
 }
 
 void save_state(const Linear& x, const LinearGradients& out, const Sequence& s, HeadChunk i, State state) {
-    if (x.log_decay || x.rates)
+    if (gate_gradients(x, out) || x.rates)
         std::memcpy(saved_state(x, out, s, i), state.kv.data,
                     (size_t)state_floats(x, Layout::TRANSPOSED) * 4);
 }
@@ -68,7 +70,7 @@ class QueryGradients {
         : x_(x),
           out_(out),
           longest_(chunk_length(x)),
-          rows_(x.type, x.features, longest_, memory, false, x.feature_map),
+          rows_(x, Side::QUERIES, longest_, memory, false),
           g_(memory.rows(longest_, round_up(x.values))),
           g_T_{memory.zeros(round_up(x.values) * longest_), longest_},
           d_scores_T_(memory.rows(longest_, longest_)),
@@ -81,9 +83,10 @@ class QueryGradients {
     void compute(const Sequence& s, Int token, Int n, Int head, State state, const KeyChunk* chunk,
                  Prefetcher& prefetcher) {
         // 2. dQ', without what comes through the divisors.
-        const Rows q = rows_.read(x_.q, s.batch, token, head, n);
+        const Rows q = rows_.read(s.batch, token, head, n);
         for (Int i = 0; i < n; ++i) read_gradient(x_, out_, s.batch, token + i, head, g_.data + i * g_.row);
         const float* from_start = chunk ? chunk->gates.from_start : nullptr;
+        const bool reads = from_start && out_.d_log_decay;
         Strided left{g_.data, g_.row, 1};
         if (chunk) {
             transpose(n, x_.values, g_.data, g_.row, g_T_);
@@ -99,8 +102,8 @@ class QueryGradients {
                 with_tile(rows, x_.features - r, [&](auto tile) {
                     tile.add_product({left.data + i * left.row, left.row, left.col}, state.kv.data + r,
                                      state.kv.row, x_.values);
-                    if (from_start) {
-                        tile.scale_rows(from_start + i);
+                    if (from_start) tile.scale_rows(from_start + i);
+                    if (reads) {
                         tile.write(d_q.data + r, d_q.row);
                         for (Int a = 0; a < rows; ++a)
                             read_[i + a] += dot(q.data + (i + a) * q.row + r, d_q.data + a * d_q.row + r,
@@ -114,13 +117,10 @@ class QueryGradients {
         }
         const Int first = (s.batch * x_.queries + token) * x_.heads + head;
         if (x_.normalize) add_divisor_gradients(q, n, first, state.k_sum, chunk);
-        for (Int i = 0; i < n; ++i) {
-            const Int row = first + i * x_.heads;
-            if (from_start) out_.d_log_from_start[row] = read_[i];
-            unmap_gradient(x_.feature_map, x_.features, q.data + i * q.row, d_q_.data + i * d_q_.row);
-            write_row(x_.type, d_q_.data + i * d_q_.row, x_.features,
-                      (char*)out_.d_q + row * x_.features * size_of(x_.type));
-        }
+        for (Int i = 0; reads && i < n; ++i) out_.d_log_from_start[first + i * x_.heads] = read_[i];
+        rows_.write_gradients(n, d_q_, [&](Int i) {
+            return (char*)out_.d_q + (first + i * x_.heads) * input_width(x_) * size_of(x_.type);
+        });
     }
 
   private:
@@ -133,7 +133,7 @@ class QueryGradients {
             const float total = dot(q.data + i * q.row, d_q_.data + i * d_q_.row, x_.features);
             d_divisors_[i] = divisible(divisor) ? -total / divisor : 0;
             out_.d_divisor[first + i * x_.heads] = d_divisors_[i];
-            if (from_start)
+            if (from_start && out_.d_log_decay)
                 read_[i] += d_divisors_[i] * from_start[i] * dot(q.data + i * q.row, k_sum, x_.features);
         }
         for (Int r = 0; r < x_.features; r += WIDTH) {
@@ -152,7 +152,7 @@ class QueryGradients {
     const Linear& x_;
     const LinearGradients& out_;
     const Int longest_;
-    HeadRows rows_;
+    FeatureRows rows_;
     Rows g_, g_T_, d_scores_T_, d_q_;
     float *read_, *d_divisors_;
 };
@@ -162,10 +162,10 @@ class QueryGradients {
 Int prefetch_queries(Prefetcher& prefetcher, const Linear& x, const LinearGradients& out, const Sequence& s,
                      HeadChunk i, bool write) {
     const Int token = s.first_query + i.token;
-    const Tensor d_q = contiguous(out.d_q, x.queries, x.heads, x.features);
+    const Tensor d_q = contiguous(out.d_q, x.queries, x.heads, input_width(x));
     for_heads(x, i.group, [&](Int h) {
-        if (write) prefetch_rows(prefetcher, d_q, x.type, s.batch, token, h, i.n, x.features);
-        prefetch_rows(prefetcher, x.q, x.type, s.batch, token, h, i.n, x.features);
+        if (write) prefetch_rows(prefetcher, d_q, x.type, s.batch, token, h, i.n, input_width(x));
+        prefetch_rows(prefetcher, x.q, x.type, s.batch, token, h, i.n, input_width(x));
         prefetch_rows(prefetcher, out.o, x.type, s.batch, token, h, i.n, x.values);
     });
     return x.heads / x.groups * ceil_div(i.n, TILE_ROWS) * (x.causal ? 2 : 1);
@@ -182,7 +182,7 @@ Status causal_query_task(const Linear& x, const LinearGradients& out, const Line
     Prefetcher prefetcher;
     const auto prepare = [&](Prefetcher& next, HeadChunk i) {
         const Int calls = prefetch_queries(next, x, out, s, i, true);
-        prefetch_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.features);
+        prefetch_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, input_width(x));
         prefetch_rows(next, x.v, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.values);
         next.spread_over(calls + ceil_div(x.values, TILE_ROWS));
     };
@@ -233,11 +233,11 @@ class QueryChunk {
           d_divisor(memory.floats(chunk_length(x))),
           x_(x),
           out_(out),
-          rows_(x.type, x.features, chunk_length(x), memory, true, x.feature_map) {}
+          rows_(x, Side::QUERIES, chunk_length(x), memory, true) {}
 
     void read(const Sequence& s, Int token, Int count, Int head) {
         n = count;
-        q = rows_.read(x_.q, s.batch, token, head, n);
+        q = rows_.read(s.batch, token, head, n);
         for (Int i = 0; i < n; ++i) {
             read_gradient(x_, out_, s.batch, token + i, head, g.data + i * g.row);
             d_divisor[i] =
@@ -266,7 +266,7 @@ class QueryChunk {
   private:
     const Linear& x_;
     const LinearGradients& out_;
-    HeadRows rows_;
+    FeatureRows rows_;
 };
 
 // Phases 5 to 9 for one chunk of one key head: dK, dV and the gradients of the gates and rates.
@@ -301,17 +301,16 @@ class KeyGradients {
         const Int n = i.n, group = i.group;
         chunk.read(s, s.first_key + i.token, n, group);
         if (x_.rates) read_corrections(s, group, prefetcher);
-        if (x_.log_decay) std::memset(d_gates_, 0, (size_t)n * 8);
+        std::memset(d_gates_, 0, (size_t)n * 8);
         compute_through_state(gradient, prefetcher);
-        if (x_.log_decay) {
-            add_gate_gradients(s, i, gradient);
+        if (gate_gradients(x_, out_)) add_gate_gradients(s, i, gradient);
+        if (x_.log_decay)
             scale_row(gradient.kv.data, state_floats(x_, Layout::PLAIN), chunk.gates.chunk_decay);
-        }
         if (x_.causal)
             for_heads(x_, group, [&](Int h) {
                 queries_.read(s, chunk.token, n, h);
                 accumulate_queries();
-                if (x_.log_decay) add_query_gate_gradients(s, h);
+                if (gate_gradients(x_, out_)) add_query_gate_gradients(s, h);
                 queries_.accumulate(gradient, chunk.gates.from_start, prefetcher);
             });
         if (x_.rates) pass_corrections(s, i, gradient, prefetcher);
@@ -404,7 +403,7 @@ class KeyGradients {
             store(scores + i, keep(j, chunk.n, i, p));
             store(d_scores + i, keep(j, chunk.n, i, d_p));
         }
-        if (gated) add_pairs(j);
+        if (gated && out_.d_log_decay) add_pairs(j);
     }
 
     // Key j and a later token i contribute their pair to the gradients of the gates j < t <= i.
@@ -475,20 +474,21 @@ class KeyGradients {
             }
             store(d_scores + i, keep(j + 1, chunk.n, i, d_score));
         }
-        if (gated) add_pairs(j);
+        if (gated && out_.d_log_decay) add_pairs(j);
     }
 
     void write(const Sequence& s, Int group) const {
+        const Int first = (s.batch * x_.keys + chunk.token) * x_.groups + group;
+        chunk.write_key_gradients(d_k_, [&](Int j) {
+            return (char*)out_.d_k + (first + j * x_.groups) * input_width(x_) * size_of(x_.type);
+        });
         for (Int j = 0; j < chunk.n; ++j) {
-            const Int row = (s.batch * x_.keys + chunk.token + j) * x_.groups + group;
-            unmap_gradient(x_.feature_map, x_.features, chunk.keys.data + j * chunk.keys.row,
-                           d_k_.data + j * d_k_.row);
-            write_row(x_.type, d_k_.data + j * d_k_.row, x_.features,
-                      (char*)out_.d_k + row * x_.features * size_of(x_.type));
+            const Int row = first + j * x_.groups;
             write_row(x_.type, d_v_.data + j * d_v_.row, x_.values,
                       (char*)out_.d_v + row * x_.values * size_of(x_.type));
             if (x_.rates) out_.d_rates[row] = d_rates_[j];
-            if (x_.log_decay) out_.d_log_decay[row] = x_.log_decay[row] < LOWEST_GATE ? 0 : d_gates_[j];
+            if (gate_gradients(x_, out_))
+                out_.d_log_decay[row] = x_.log_decay[row] < LOWEST_GATE ? 0 : d_gates_[j];
         }
     }
 
@@ -578,11 +578,11 @@ Status key_task(const Linear& x, const LinearGradients& out, const LinearTask& t
         const Int token = s.first_key + i.token;
         prefetch_rows(next, contiguous(out.d_v, x.keys, x.groups, x.values), x.type, s.batch, token, i.group,
                       i.n, x.values);
-        prefetch_rows(next, contiguous(out.d_k, x.keys, x.groups, x.features), x.type, s.batch, token,
-                      i.group, i.n, x.features);
+        prefetch_rows(next, contiguous(out.d_k, x.keys, x.groups, input_width(x)), x.type, s.batch, token,
+                      i.group, i.n, input_width(x));
         if (x.causal) prefetch_queries(next, x, out, s, i, false);
         prefetch_rows(next, x.v, x.type, s.batch, token, i.group, i.n, x.values);
-        prefetch_rows(next, x.k, x.type, s.batch, token, i.group, i.n, x.features);
+        prefetch_rows(next, x.k, x.type, s.batch, token, i.group, i.n, input_width(x));
         next.spread_over(ceil_div(i.n, TILE_ROWS) +
                          ceil_div(x.features, TILE_ROWS) * (x.causal ? 1 + x.heads / x.groups : 1));
     };
@@ -598,8 +598,8 @@ Status key_task(const Linear& x, const LinearGradients& out, const LinearTask& t
 }
 
 Status run(const Linear& x, const LinearGradients& out) {
-    advise_huge_pages(x, out.d_q, x.queries, x.heads, x.features);
-    advise_huge_pages(x, out.d_k, x.keys, x.groups, x.features);
+    advise_huge_pages(x, out.d_q, x.queries, x.heads, input_width(x));
+    advise_huge_pages(x, out.d_k, x.keys, x.groups, input_width(x));
     advise_huge_pages(x, out.d_v, x.keys, x.groups, x.values);
     Workspace memory;
     // 1. States before the segments.

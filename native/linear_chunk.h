@@ -10,7 +10,7 @@
 //     z' = exp(b_C) z + K^T exp(b_C - b)
 #pragma once
 
-#include "rows.h"
+#include "feature_rows.h"
 
 namespace UNROLLED_ISA {
 
@@ -162,13 +162,13 @@ struct KeyChunk {
         : longest(chunk_length(x)),
           gates(x, longest, memory),
           x_(x),
-          key_rows_(x.type, x.features, longest, memory, copy_keys || x.unit_epsilon > 0, x.feature_map),
+          key_rows_(x, Side::KEYS, longest, memory, copy_keys || x.unit_epsilon > 0),
           value_rows_(x.type, x.values, longest, memory, copy_values) {}
 
     void read(const Sequence& s, Int first, Int count, Int group) {
         token = first;
         n = count;
-        keys = key_rows_.read(x_.k, s.batch, token, group, n);
+        keys = key_rows_.read(s.batch, token, group, n);
         if (x_.unit_epsilon > 0) make_unit_rows(x_, keys, n, 1);
         values = value_rows_.read(x_.v, s.batch, token, group, n);
         gates.read(s.batch, token, n, group);
@@ -195,6 +195,12 @@ struct KeyChunk {
         update_key_sum(state.k_sum, nullptr);
     }
 
+    // Writes the gradients of the keys, which are row i's `at(i)`, from those of their features.
+    template <typename F>
+    void write_key_gradients(Rows gradient, F&& at) const {
+        key_rows_.write_gradients(n, gradient, at);
+    }
+
     Int longest, token = 0, n = 0;
     Rows keys{}, values{};
     Gates gates;
@@ -212,7 +218,8 @@ struct KeyChunk {
     }
 
     const Linear& x_;
-    HeadRows key_rows_, value_rows_;
+    FeatureRows key_rows_;
+    HeadRows value_rows_;
 };
 
 // P^T = D^T * (K Q^T), from rows of keys and transposed queries. Queries before all keys of a tile are left

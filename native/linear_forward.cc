@@ -29,7 +29,7 @@ class Queries {
         : x_(x),
           out_(out),
           longest_(chunk_length(x)),
-          rows_(x.type, x.features, longest_, memory, x.unit_epsilon > 0, x.feature_map),
+          rows_(x, Side::QUERIES, longest_, memory, x.unit_epsilon > 0),
           q_T_{memory.zeros(round_up(x.features) * longest_), longest_},
           scores_T_(memory.rows(longest_, longest_)),
           divisor_(memory.floats(longest_)),
@@ -41,7 +41,7 @@ class Queries {
     void attend(const Sequence& s, Int token, Int n, Int head, State state, const KeyChunk* chunk,
                 Prefetcher& prefetcher) {
         // 3. Queries and scores.
-        const Rows q = rows_.read(x_.q, s.batch, token, head, n);
+        const Rows q = rows_.read(s.batch, token, head, n);
         if (x_.unit_epsilon > 0) make_unit_rows(x_, q, n, x_.query_scale);
         const float* from_start = chunk ? chunk->gates.from_start : nullptr;
         Strided left{q.data, q.row, 1};
@@ -111,7 +111,7 @@ class Queries {
     const Linear& x_;
     const LinearOutputs& out_;
     const Int longest_;
-    HeadRows rows_;
+    FeatureRows rows_;
     Rows q_T_, scores_T_;
     float *divisor_, *factors_;
     Rows o_;
@@ -125,7 +125,7 @@ Int prefetch_queries(Prefetcher& prefetcher, const Linear& x, const LinearOutput
     for_heads(x, i.group, [&](Int h) {
         prefetch_rows(prefetcher, contiguous(out.o, x.queries, x.heads, x.values), x.type, s.batch, token, h,
                       i.n, x.values);
-        prefetch_rows(prefetcher, x.q, x.type, s.batch, token, h, i.n, x.features);
+        prefetch_rows(prefetcher, x.q, x.type, s.batch, token, h, i.n, input_width(x));
     });
     return x.heads / x.groups * ceil_div(i.n, TILE_ROWS) * (x.causal ? 2 : 1);
 }
@@ -141,7 +141,7 @@ Status causal_task(const Linear& x, const LinearOutputs& out, const LinearTask& 
     const auto prepare = [&](Prefetcher& next, HeadChunk i) {
         const Int calls = prefetch_queries(next, x, out, s, i);
         prefetch_rows(next, x.v, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.values);
-        prefetch_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.features);
+        prefetch_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, input_width(x));
         next.spread_over(calls + ceil_div(x.features, TILE_ROWS));
     };
     for_chunks(x, task, Order::FORWARDS, task.from(s.keys), task.to(s.keys), prefetcher, prepare,

@@ -134,7 +134,7 @@ inline Status accumulate_segment(const Linear& x, const LinearTask& task, const 
     const Sequence& s = task.sequence;
     Prefetcher prefetcher;
     const auto prepare = [&](Prefetcher& next, HeadChunk i) {
-        prefetch_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.features);
+        prefetch_rows(next, x.k, x.type, s.batch, s.first_key + i.token, i.group, i.n, input_width(x));
         prefetch_rows(next, x.v, x.type, s.batch, s.first_key + i.token, i.group, i.n, x.values);
         next.spread_over(ceil_div(transposed ? x.values : x.features, TILE_ROWS));
     };

@@ -51,6 +51,16 @@ inline float sum(Vec x) {
     return pairs[0] + pairs[1];
 }
 
+inline float largest_lane(Vec x) {
+    Quad parts[WIDTH / 4];
+    std::memcpy(parts, &x, sizeof x);
+    for (int n = WIDTH / 8; n; n /= 2)
+        for (int i = 0; i < n; ++i) parts[i] = parts[i] > parts[i + n] ? parts[i] : parts[i + n];
+    const Quad other = __builtin_shufflevector(parts[0], parts[0], 2, 3, 0, 1),
+               pairs = parts[0] > other ? parts[0] : other;
+    return pairs[0] > pairs[1] ? pairs[0] : pairs[1];
+}
+
 inline int32_t largest(IntVec x) {
     typedef int32_t Four __attribute__((vector_size(16)));
     const auto larger = [](Four a, Four b) { return a > b ? a : b; };

@@ -7,6 +7,9 @@ struct Case {
     bool causal, normalize, gated;
     int threads;
     FeatureMap map = IDENTITY_FEATURES;
+    int64_t D = 0;  // width of q and k with random features, else 0
+
+    int64_t width() const { return D ? D : R; }
 };
 
 Report report;
@@ -19,19 +22,21 @@ float feature(FeatureMap map, float x) {
 // All inputs [batch, tokens, heads, width], and the gradients of the outputs.
 struct Problem {
     Case c;
-    Floats q, k, v, kv, k_sum, grad_o, grad_kv, grad_k_sum;
+    Floats q, k, v, kv, k_sum, grad_o, grad_kv, grad_k_sum, rows, key_shift;
     Doubles log_decay;
 
     explicit Problem(const Case& c)
         : c(c),
-          q(random_floats(c.B * c.T * c.H * c.R, c.map ? -3 : 0.1, 1)),
-          k(random_floats(c.B * c.S * c.G * c.R, c.map ? -3 : 0.1, 1)),
+          q(random_floats(c.B * c.T * c.H * c.width(), c.map || c.D ? -3 : 0.1, 1)),
+          k(random_floats(c.B * c.S * c.G * c.width(), c.map || c.D ? -3 : 0.1, 1)),
           v(random_floats(c.B * c.S * c.G * c.M, -1, 1)),
           kv(random_floats(c.B * c.G * c.R * c.M, -1, 1)),
           k_sum(random_floats(c.B * c.G * c.R, 0.1, 1)),
           grad_o(random_floats(c.B * c.T * c.H * c.M, -1, 1)),
           grad_kv(random_floats(c.B * c.G * c.R * c.M, -1, 1)),
-          grad_k_sum(random_floats(c.B * c.G * c.R, -1, 1)) {
+          grad_k_sum(random_floats(c.B * c.G * c.R, -1, 1)),
+          rows(random_floats(c.G * c.R * c.D, -1, 1)),
+          key_shift(random_floats(c.B * c.S * c.G, 0, 1)) {
         for (float gate : random_floats(c.B * c.S * c.G, -1, 0)) log_decay.push_back(c.gated ? gate : 0);
     }
 };
@@ -41,7 +46,7 @@ struct Results {
 };
 
 Results definition(const Problem& p) {
-    const auto [B, T, S, H, G, R, M, causal, normalize, gated, threads, map] = p.c;
+    const auto [B, T, S, H, G, R, M, causal, normalize, gated, threads, map, D] = p.c;
     Results r;
     const auto zeros = [](int64_t n) { return Doubles((size_t)n, 0.0); };
     r.o = zeros(B * T * H * M), r.kv = zeros(B * G * R * M), r.k_sum = zeros(B * G * R);
@@ -159,9 +164,54 @@ void begin(const char* what, const Case& c) {
         c.normalize, c.gated, c.threads, c.map);
 }
 
+// Random features of every row of x, of which there are `heads` for each token.
+Floats random_features(const Problem& p, const Floats& x, int64_t heads, bool keys) {
+    const int64_t R = p.c.R, D = p.c.D;
+    Floats features(x.size() / (size_t)D * (size_t)R);
+    for (size_t i = 0; i < x.size() / (size_t)D; ++i) {
+        const int64_t group = (int64_t)i % heads * p.c.G / heads;
+        const double scale = std::pow((double)D, -0.25);
+        Doubles exponents((size_t)R, 0.0);
+        double half_square = 0;
+        for (int64_t d = 0; d < D; ++d) {
+            const double y = scale * x[i * D + d];
+            half_square += y * y / 2;
+            for (int64_t r = 0; r < R; ++r) exponents[r] += p.rows[(group * R + r) * D + d] * y;
+        }
+        const double shift =
+            keys ? half_square + p.key_shift[i] : *std::max_element(exponents.begin(), exponents.end());
+        for (int64_t r = 0; r < R; ++r) features[i * R + r] = (float)std::exp(exponents[r] - shift);
+    }
+    return features;
+}
+
+// The gradients of x from those of its random features.
+Doubles through_random_features(const Problem& p, const Floats& x, int64_t heads, const Floats& features,
+                                const Doubles& gradient) {
+    const int64_t R = p.c.R, D = p.c.D;
+    const double scale = std::pow((double)D, -0.25);
+    Doubles d_x(x.size(), 0.0);
+    for (size_t i = 0; i < x.size() / (size_t)D; ++i)
+        for (int64_t r = 0; r < R; ++r) {
+            const double through = gradient[i * R + r] * features[i * R + r];
+            const float* row = p.rows.data() + ((int64_t)i % heads * p.c.G / heads * R + r) * D;
+            for (int64_t d = 0; d < D; ++d)
+                d_x[i * D + d] += scale * through * (row[d] - scale * x[i * D + d]);
+        }
+    return d_x;
+}
+
 // The results for the features of q and k, with the gradients of q and k themselves.
 Results definition_of_features(const Problem& p) {
     Problem mapped = p;
+    if (p.c.D) {
+        mapped.q = random_features(p, p.q, p.c.H, false);
+        mapped.k = random_features(p, p.k, p.c.G, true);
+        Results r = definition(mapped);
+        r.d_q = through_random_features(p, p.q, p.c.H, mapped.q, r.d_q);
+        r.d_k = through_random_features(p, p.k, p.c.G, mapped.k, r.d_k);
+        return r;
+    }
     for (float& x : mapped.q) x = feature(p.c.map, x);
     for (float& x : mapped.k) x = feature(p.c.map, x);
     Results r = definition(mapped);
@@ -170,10 +220,25 @@ Results definition_of_features(const Problem& p) {
     return r;
 }
 
+// W or its transpose for the kernels: `n` matrices, with rows padded to a multiple of 16.
+Floats padded(const Floats& rows, int64_t n, int64_t R, int64_t D, bool transposed) {
+    const int64_t height = transposed ? D : R, width = transposed ? R : D,
+                  padded_width = (width + 15) / 16 * 16;
+    Floats to((size_t)(n * height * padded_width), 0.0f);
+    for (int64_t g = 0; g < n; ++g)
+        for (int64_t r = 0; r < R; ++r)
+            for (int64_t d = 0; d < D; ++d)
+                to[(g * height + (transposed ? d : r)) * padded_width + (transposed ? r : d)] =
+                    rows[(g * R + r) * D + d];
+    return to;
+}
+
 void check_sequence(const Case& c) {
     begin("sequence", c);
     const Problem p(c);
     const Results expected = definition_of_features(p);
+    const Floats rows = padded(p.rows, c.G, c.R, c.D, false),
+                 transposed = padded(p.rows, c.G, c.R, c.D, true);
     const Linear x = {c.B,
                       c.T,
                       c.S,
@@ -186,8 +251,8 @@ void check_sequence(const Case& c) {
                       c.normalize,
                       c.threads,
                       nullptr,
-                      view(p.q, c.T, c.H, c.R),
-                      view(p.k, c.S, c.G, c.R),
+                      view(p.q, c.T, c.H, c.width()),
+                      view(p.k, c.S, c.G, c.width()),
                       view(p.v, c.S, c.G, c.M),
                       c.gated ? p.log_decay.data() : nullptr,
                       nullptr,
@@ -195,7 +260,12 @@ void check_sequence(const Case& c) {
                       p.k_sum.data(),
                       0,
                       1,
-                      c.map};
+                      c.map,
+                      c.D,
+                      c.G,
+                      c.D ? rows.data() : nullptr,
+                      transposed.data(),
+                      p.key_shift.data()};
     Floats o(p.grad_o.size(), NAN), kv(p.kv.size(), NAN), k_sum(p.k_sum.size(), NAN);
     Floats divisor((size_t)(c.B * c.T * c.H), NAN);
     const LinearOutputs out = {o.data(), kv.data(), k_sum.data(), divisor.data()};
@@ -230,6 +300,28 @@ void check_sequence(const Case& c) {
     report.compare("d_k_sum", d_k_sum, expected.d_k_sum);
     if (c.gated)
         report.compare("d_log_decay", Floats(d_log_decay.begin(), d_log_decay.end()), expected.d_log_decay);
+}
+
+// The largest exponent of each key is what makes the largest of its features 1 as a shift.
+void check_peaks(const Case& c) {
+    begin("peaks", c);
+    Problem p(c);
+    const Floats rows = padded(p.rows, c.G, c.R, c.D, false),
+                 transposed = padded(p.rows, c.G, c.R, c.D, true);
+    Linear x = {};
+    x.sequences = c.B, x.keys = c.S, x.heads = x.groups = c.G, x.features = c.R;
+    x.threads = c.threads, x.width = c.D, x.row_heads = c.G;
+    x.k = view(p.k, c.S, c.G, c.D);
+    x.rows = rows.data(), x.transposed_rows = transposed.data();
+    Floats peaks(p.key_shift.size(), NAN), largest(peaks);
+    const KeyPeaks out = {peaks.data()};
+    report.run([&] { return EXPORTED(key_peaks)(&x, &out); });
+    p.key_shift = peaks;
+    const Floats features = random_features(p, p.k, c.G, true);
+    for (size_t i = 0; i < largest.size(); ++i)
+        largest[i] =
+            *std::max_element(features.begin() + (long)(i * c.R), features.begin() + (long)((i + 1) * c.R));
+    report.compare("largest feature", largest, Doubles(largest.size(), 1.0));
 }
 
 // One step is a sequence of one token.
@@ -282,6 +374,14 @@ int main() {
             for (int64_t width : {7, 16, 33})
                 check_sequence({2, 70, 70, 4, 2, width, 20, causal, normalize, gated, threads, ELU_FEATURES});
             check_step({3, 1, 1, 4, 2, 33, 20, true, normalize, gated, threads, ELU_FEATURES});
+            for (int64_t width : {7, 16, 33})
+                check_sequence(
+                    {2, 70, 70, 4, 2, 40, 20, causal, true, gated, threads, IDENTITY_FEATURES, width});
+        }
+    for (int threads : {1, 3})
+        for (int64_t width : {7, 16, 33}) {
+            check_peaks({2, 0, 70, 2, 2, 40, 1, false, true, false, threads, IDENTITY_FEATURES, width});
+            check_peaks({1, 0, 300, 8, 8, 64, 1, false, true, false, threads, IDENTITY_FEATURES, width});
         }
     report.fail_allocations = true;
     for (int flags = 0; flags < 8; ++flags)
@@ -289,6 +389,8 @@ int main() {
             const bool causal = flags & 1, normalize = flags & 2, gated = flags & 4;
             check_sequence({1, 130, 130, 2, 1, 64, 65, causal, normalize, gated, threads});
             check_step({300, 1, 1, 1, 1, 33, 33, true, normalize, gated, threads});
+            check_sequence({1, 70, 70, 2, 1, 40, 33, causal, true, gated, threads, IDENTITY_FEATURES, 16});
+            check_peaks({1, 0, 300, 8, 8, 64, 1, false, true, false, threads, IDENTITY_FEATURES, 16});
         }
     return report.end();
 }

@@ -284,7 +284,7 @@ def test_is_a_well_behaved_torch_operator(causal, packed):
     gates = (-torch.rand(B, 9, 2)).requires_grad_()
     cu_seqlens = torch.tensor([0, 4, 9], dtype=torch.int32) if packed else None
     kv, k_sum = torch.rand(2, 2, 3, 3).requires_grad_(), torch.rand(2, 2, 3).requires_grad_()
-    arguments = (q, k, v, gates, kv, k_sum, cu_seqlens, causal, True, "elu" if packed else None, None)
+    arguments = (q, k, v, gates, kv, k_sum, cu_seqlens, causal, True, "elu" if packed else None, True, None)
     torch.library.opcheck(torch.ops.unrolled.linear_attention.default, arguments)
 
 

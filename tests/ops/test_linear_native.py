@@ -105,6 +105,23 @@ def test_features_and_their_derivatives_are_exact_at_every_size(name, causal):
         torch.testing.assert_close(ours.double(), exact.double(), rtol=1e-6, atol=1e-37)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_gates_without_a_gradient_change_no_other_gradient(causal):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.rand(2, 70, 3, 20, generator=generator).requires_grad_() for _ in range(3))
+    gates = -torch.rand(2, 70, 3, generator=generator)
+    kv, k_sum = (torch.rand(2, 3, 20, *m, generator=generator).requires_grad_() for m in ((20,), ()))
+
+    def gradients(log_decay):
+        options = {"causal": causal, "log_decay": log_decay, "state": LinearState(kv, k_sum)}
+        o, state = form(q, k, v, return_state=True, **options)
+        loss = o.square().sum() + sum(x.sin().sum() for x in state)
+        return torch.autograd.grad(loss, (q, k, v, kv, k_sum))
+
+    for constant, learned in zip(gradients(gates), gradients(gates.clone().requires_grad_()), strict=True):
+        assert torch.equal(constant, learned)
+
+
 @pytest.mark.parametrize(("R", "M"), [(256, 64), (64, 256), (300, 20)])
 def test_wide_heads(R, M):
     case = Case(T=50, S=50, B=1, G=1, R=R, M=M, dtype=torch.float32)

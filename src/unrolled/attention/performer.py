@@ -27,7 +27,8 @@ published implementations, leaks the size of future keys into the past. Rows are
 draws new ones.
 
 Cost per head, with values M wide and chunks of C = 64 tokens: in training time O(T R (D + M + C)) and memory
-O(T R); per generated token time O(R (D + M)), memory and state O(R M).
+O(T (D + M)) where the C++ kernels make the features (`unrolled.ops.favor`; positive and hyperbolic ones),
+otherwise O(T R); per generated token time O(R (D + M)), memory and state O(R M).
 Cannot: honour an arbitrary `attn_mask`, or represent weights below e^-87 (in fp32) of the largest product of
 features so far: a query with only such weights gets 0. The divisor of trigonometric features may be small or
 negative (`signed_linear_attention`), and such outputs have few digits.
@@ -49,11 +50,11 @@ from unrolled.attention._options import GENERAL
 from unrolled.attention._state import advance
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.contract import UnsupportedError
+from unrolled.ops import favor
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask
+from unrolled.ops.favor import FavorState
 from unrolled.ops.linear import LinearOptions, LinearState, linear_attention, linear_attention_step
 from unrolled.ops.masks import without_padding
-from unrolled.ops.packing import segment_ids
-from unrolled.ops.positions import positions_from_cu_seqlens
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.random_features import (
     Projection,
@@ -63,16 +64,7 @@ from unrolled.ops.random_features import (
 )
 from unrolled.ops.sequence import Shifted
 
-LOWEST = torch.finfo(torch.float32).min  # the maximum over no keys: unlike -inf, it can be subtracted
 FLOOR = 1e-3  # of generalised features, so that none of their products is 0
-
-
-class FavorState(NamedTuple):
-    """S_t `[B,G,R,M]`, z_t `[B,G,R]` and M_t `[B,G]`."""
-
-    kv: Tensor
-    k_sum: Tensor
-    log_scale: Tensor
 
 
 class PerformerState(NamedTuple):
@@ -205,6 +197,13 @@ class FavorMap(nn.Module):
             x = x.to(accumulation_dtype(x.dtype))
             return self.kind.features(x, (lambda x: x) if self.projection is None else self.projection)
 
+    def exponential_rows(self) -> Tensor | None:
+        """Return W if these are the features of `unrolled.ops.favor`, else None."""
+        if self.projection is None or self.features not in ("positive", "hyperbolic"):
+            return None
+        rows = self.projection.weight
+        return rows if self.features == "positive" else torch.cat([rows, -rows], 1)
+
     def extra_repr(self) -> str:
         """Return kind and number of features, for `print(model)`."""
         return f"features={self.features!r}, feature_dim={self.feature_dim}"
@@ -239,24 +238,24 @@ def favor_attention(
     Returns:
         `o [B,T,H,M]`, and the state after the last key.
     """
+    rows, masks = phi.exponential_rows(), Masks(key_padding_mask, None, cu_seqlens)
+    if rows is not None and favor.supports(q, k, v, causal):
+        return favor.favor_attention(q, k, v, rows, causal=causal, state=state, **masks.of_keys())
     if key_padding_mask is not None:
         check_key_padding_mask(key_padding_mask, k.shape[0], k.shape[1])
         k = without_padding(k, key_padding_mask)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q, k)
     k_features, shift, log_decay = phi(k), None, None
-    log_scale = q.new_full((k.shape[0], k.shape[2]), LOWEST, dtype=accumulation_dtype(q.dtype))
-    if state is not None:
-        log_scale = state.log_scale
+    log_scale = favor.lowest(k) if state is None else state.log_scale
     peak = k_features.peak()
     if peak is not None:
-        shift, log_decay, log_scale = _shifts(peak, log_scale, causal, key_padding_mask, cu_seqlens)
+        shift, log_decay, log_scale = favor.shifts(peak, log_scale, causal, key_padding_mask, cu_seqlens)
         if key_padding_mask is not None:  # their shift makes the features of padded keys 0
-            v, key_padding_mask = without_padding(v, key_padding_mask), None
+            v, masks = without_padding(v, key_padding_mask), masks._replace(key_padding_mask=None)
     before = None if state is None else LinearState(state.kv, state.k_sum)
-    masks = Masks(key_padding_mask, None, cu_seqlens).of_keys()
     q, k = _query_features(phi(q)), k_features.shifted(shift)
-    o, after = phi.kind.attend(q, k, v, causal=causal, log_decay=log_decay, state=before, **masks)
+    o, after = phi.kind.attend(q, k, v, causal=causal, log_decay=log_decay, state=before, **masks.of_keys())
     return o, FavorState(*after, log_scale)
 
 
@@ -268,7 +267,7 @@ def favor_attention_step(
     peak = k_features.peak()
     if peak is not None:
         log_scale = torch.maximum(log_scale, peak)
-        log_decay = _log_decay(state.log_scale, log_scale)
+        log_decay = favor.log_decay_between(state.log_scale, log_scale)
     q, k = _query_features(phi(q)), k_features.shifted(log_scale)
     o, after = phi.kind.step(q, k, v, LinearState(state.kv, state.k_sum), log_decay=log_decay)
     return o, FavorState(*after, log_scale)
@@ -277,48 +276,6 @@ def favor_attention_step(
 def _query_features(features: Features) -> Tensor:
     """Return features of queries, each shifted by its own maximum."""
     return features.shifted(features.peak())
-
-
-def _shifts(
-    peak: Tensor, before: Tensor, causal: bool, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the shifts of keys with `peak [B,S,G]`, their decay if causal, and the last M `[B,G]`.
-
-    The shift of padded keys is infinite.
-    """
-    padding = None if key_padding_mask is None else key_padding_mask.unsqueeze(-1)
-    unpadded = peak if padding is None else peak.masked_fill(padding, LOWEST)
-    previous, running = _running_maximum(unpadded, before, cu_seqlens)
-    end, log_decay = torch.cat([before.unsqueeze(1), running], 1)[:, -1], None
-    if causal:
-        shift, log_decay = running, _log_decay(previous, running)
-    elif cu_seqlens is None:
-        shift = end.unsqueeze(1).expand_as(peak)
-    else:
-        last = cu_seqlens[1:].long() - 1
-        shift = running[:, last[segment_ids(cu_seqlens, peak.shape[1])]]
-    return shift if padding is None else shift.masked_fill(padding, torch.inf), log_decay, end
-
-
-def _running_maximum(x: Tensor, before: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the maximum of `before [B,G]` and `x [B,S,G]`, exclusive and inclusive of each token.
-
-    With `cu_seqlens`, each packed sequence starts again at `LOWEST`.
-    """
-    if cu_seqlens is None:
-        running = torch.cat([before.unsqueeze(1), x], dim=1).cummax(1).values
-        return running[:, :-1], running[:, 1:]
-    segment = segment_ids(cu_seqlens, x.shape[1]).unsqueeze(-1)
-    # One integer that orders sequences first, and values within a sequence second.
-    rank = x.argsort(1).argsort(1) + segment * x.shape[1]
-    running = x.gather(1, rank.cummax(1).indices)
-    first = positions_from_cu_seqlens(cu_seqlens, x.shape[1]).unsqueeze(-1) == 0
-    return running.roll(1, 1).masked_fill(first, LOWEST), running
-
-
-def _log_decay(previous: Tensor, running: Tensor) -> Tensor:
-    """Return M_{t-1} - M_t, and 0 at the first token, which has nothing to decay."""
-    return (previous - running).masked_fill(previous == LOWEST, 0)
 
 
 class PerformerAttention(MultiHeadAttention[PerformerState, None]):
@@ -385,7 +342,7 @@ class PerformerAttention(MultiHeadAttention[PerformerState, None]):
         """Make the state of `batch_size` sequences before their first token: empty sums, no maximum."""
         like, R = self.out_proj.weight, self.feature_map.feature_dim
         kv = like.new_zeros(batch_size, self.n_kv_heads, R, self.value_dim, dtype=self.state_dtype)
-        log_scale = kv.new_full(kv.shape[:2], LOWEST)
+        log_scale = kv.new_full(kv.shape[:2], favor.LOWEST)
         position = kv.new_zeros(batch_size, dtype=torch.long)
         projection = self.feature_map.projection
         draw = position.clone() if projection is None else projection.redraws.expand(batch_size).clone()

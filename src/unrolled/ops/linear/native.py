@@ -1,5 +1,7 @@
 """Linear attention on a CPU: passes the tensors to the C++ kernels."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,26 +17,39 @@ FEATURE_MAPS: dict[type[FeatureMap | None], int] = {type(None): 0}
 FEATURE_MAPS |= {kind: number for number, kind in enumerate(ELEMENTWISE.values(), 1)}
 
 
+class RandomFeatures(NamedTuple):
+    """The random features that the kernels make of q and k, as `native/feature_rows.h` defines them."""
+
+    rows: Tensor  # [1 or G,R,D]
+    key_shift: Tensor | None = None  # [B,S,G] in fp32
+
+
 def supports(q: Tensor, v: Tensor) -> bool:
     """Whether the kernels can run inputs of this type, on this device."""
     return q.is_cpu and q.dtype in TYPES and q.shape[-2] > 0 and native.available()
 
 
-def forward(inputs: Inputs, options: Options) -> Outputs:
-    """Compute what `packed.forward` does."""
-    problem, _kept = described(inputs, options)
-    outputs = packed.like_outputs(inputs, options)
+def forward(inputs: Inputs, options: Options, random: RandomFeatures | None = None) -> Outputs:
+    """Compute what `packed.forward` does, for random features of q and k if `random` is given."""
+    problem, _kept = described(inputs, options, random=random)
+    outputs = packed.like_outputs(inputs, options, None if random is None else random.rows.shape[1])
     o, kv, k_sum, divisor = map(address, outputs)
     native.call("linear_forward", problem, struct("LinearOutputs")(o=o, kv=kv, k_sum=k_sum, divisor=divisor))
     return outputs
 
 
-def backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Options) -> Gradients:
-    """Compute what `packed.backward` does."""
-    problem, _kept = described(inputs, options)
+def backward(
+    grads: OutputGradients,
+    inputs: Inputs,
+    den: Tensor,
+    options: Options,
+    random: RandomFeatures | None = None,
+) -> Gradients:
+    """Compute what `packed.backward` does, for random features of q and k if `random` is given."""
+    problem, _kept = described(inputs, options, random=random)
     grad_o, grad_kv, grad_k_sum = readable(grads.o), grads.kv.contiguous(), grads.k_sum.contiguous()
     found = packed.like_gradients(grads, inputs)
-    gated = inputs.log_decay is not None
+    gated = inputs.log_decay is not None and options.gate_gradients
     d_gates = torch.empty(found.log_decay.shape, dtype=torch.double) if gated else None
     d_divisor, d_log_from_start = torch.empty(2, *inputs.q.shape[:3], dtype=torch.float32)
     saved = native.linear_saved_floats(problem) if gated else 0
@@ -58,6 +73,16 @@ def backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Optio
     )
     native.call("linear_backward", problem, gradients)
     return found if d_gates is None else found._replace(log_decay=d_gates.to(found.log_decay.dtype))
+
+
+def peaks(k: Tensor, rows: Tensor) -> Tensor:
+    """Compute the largest exponent `[B,S,G]` of the random features of each key, without a shift."""
+    B, S, G, _ = k.shape
+    inputs, options = Inputs(k, k, k, None, None, None), Options(None, False, True, None)
+    problem, _kept = described(inputs, options, random=RandomFeatures(rows))
+    found = torch.empty(B, S, G, dtype=torch.float32)
+    native.call("key_peaks", problem, struct("KeyPeaks")(peak=address(found)))
+    return found
 
 
 def step(
@@ -110,20 +135,26 @@ def described(
     rates: Tensor | None = None,
     unit_epsilon: float = 0.0,
     query_scale: float = 1.0,
+    random: RandomFeatures | None = None,
 ) -> tuple[bytes, tuple[Tensor | None, ...]]:
     """Fill the struct, and return the tensors that it points to, which must stay alive during the call."""
     q, k, v, log_decay, kv, k_sum = inputs
-    cu_seqlens, causal, normalize, feature_map = options
+    cu_seqlens, causal, normalize, feature_map, _ = options
     (B, T), S = q.shape[:2], v.shape[1]
     N, cu_seqlens = sequences(cu_seqlens, B, T)
     q, k, v = readable(q), readable(k), readable(v)
     log_decay = None if log_decay is None else log_decay.double().contiguous()
     rates, kv, k_sum = (None if x is None else x.float().contiguous() for x in (rates, kv, k_sum))
+    sizes, rows, transposed, key_shift = native.sizes(q, v), None, None, None
+    if random is not None:
+        rows, transposed = _padded(random.rows), _padded(random.rows.mT)
+        key_shift = None if random.key_shift is None else random.key_shift.contiguous()
+        sizes["features"] = random.rows.shape[1]
     problem = struct("Linear")(
         sequences=N,
         queries=T,
         keys=S,
-        **native.sizes(q, v),
+        **sizes,
         causal=causal,
         normalize=normalize,
         offsets=address(cu_seqlens),
@@ -137,5 +168,15 @@ def described(
         unit_epsilon=unit_epsilon,
         query_scale=query_scale,
         feature_map=FEATURE_MAPS[type(None) if feature_map is None else ELEMENTWISE[feature_map]],
+        width=q.shape[-1],
+        row_heads=0 if random is None else len(random.rows),
+        rows=address(rows),
+        transposed_rows=address(transposed),
+        key_shift=address(key_shift),
     )
-    return problem, (cu_seqlens, q, k, v, log_decay, rates, kv, k_sum)
+    return problem, (cu_seqlens, q, k, v, log_decay, rates, kv, k_sum, rows, transposed, key_shift)
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Pad rows by zeros to a multiple of 16, so that every instruction set can read them in whole vectors."""
+    return torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % 16)).contiguous()

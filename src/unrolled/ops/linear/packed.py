@@ -16,7 +16,7 @@ def supports(q: Tensor, v: Tensor) -> bool:
 
 def forward(inputs: Inputs, options: Options) -> Outputs:
     """Compute what `chunked.forward` does for each sequence; the states have one row per sequence."""
-    cu_seqlens, causal, normalize, _ = options
+    cu_seqlens, causal, normalize, *_ = options
     if cu_seqlens is None:
         return chunked.forward(inputs, causal, normalize)
     o, kv_end, k_sum_end, den = like_outputs(inputs, options)
@@ -31,7 +31,7 @@ def forward(inputs: Inputs, options: Options) -> Outputs:
 
 def backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Options) -> Gradients:
     """Compute the gradients of the inputs, as `chunked.backward` does."""
-    cu_seqlens, causal, normalize, _ = options
+    cu_seqlens, causal, normalize, *_ = options
     if cu_seqlens is None:
         return chunked.backward(grads, inputs, den, causal, normalize)
     gradients = like_gradients(grads, inputs)
@@ -47,9 +47,13 @@ def backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Optio
     return gradients
 
 
-def like_outputs(inputs: Inputs, options: Options) -> Outputs:
-    """Uninitialised tensors of the shapes and types that a forward pass returns."""
+def like_outputs(inputs: Inputs, options: Options, features: int | None = None) -> Outputs:
+    """Uninitialised tensors of the shapes and types that a forward pass returns.
+
+    `features` is their number if q and k are yet to be mapped to more of them.
+    """
     (B, T, H, R), (_, _, G, M) = inputs.q.shape, inputs.v.shape
+    R = R if features is None else features
     N = B if options.cu_seqlens is None else options.cu_seqlens.shape[0] - 1
     dtype = accumulation_dtype(inputs.q.dtype)
     return Outputs(
