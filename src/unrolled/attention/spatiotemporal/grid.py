@@ -81,11 +81,27 @@ def read_by_groups(x: Tensor, part: Part) -> Tensor:
     """Cut a volume `[B,H,*size,W]` into the places that each group reads: `[B,H,P,keys,W]`."""
     if not any(part.halo):
         return grouped(x, part)
-    t, h, w = (a + b for a, b in zip(part.overhang(axes(x.shape[2:5])), part.halo, strict=True))
-    x = _pad(x, part.halo, (t, h, w))
-    for axis in range(3):
-        x = x.unfold(2 + axis, part.keys[axis], part.members[axis])
-    return x.permute(0, 1, 2, 3, 4, 6, 7, 8, 5).flatten(5, 7).flatten(2, 4)
+    t, h, w = part.overhang(axes(x.shape[2:5]))
+    x = _pad(x, (0, 0, 0), (t, h, w))
+    for axis, members, halo in zip((2, 4, 6), part.members, part.halo, strict=True):
+        x = _windows(x, axis, members, halo)
+    return x.permute(0, 1, 2, 4, 6, 3, 5, 7, 8).flatten(5, 7).flatten(2, 4)
+
+
+def _windows(x: Tensor, axis: int, members: int, halo: int) -> Tensor:
+    """Cut an axis into groups of `members`, each with `halo` more places on both sides: two axes in its place.
+
+    `Tensor.unfold` does this too, but its gradient is slow.
+    """
+    groups, keys = x.shape[axis] // members, members + 2 * halo
+    shifts = -(-keys // members)
+    zeros = [0, 0] * (x.dim() - 1 - axis)
+    x = F.pad(x, (*zeros, halo, (shifts - 1) * members - halo))
+    parts = []
+    for shift in range(shifts):
+        blocks = x.narrow(axis, shift * members, groups * members).unflatten(axis, (groups, members))
+        parts.append(blocks.narrow(axis + 1, 0, min(members, keys - shift * members)))
+    return torch.cat(parts, axis + 1)
 
 
 def distances_in(part: Part, device: torch.device) -> list[Tensor]:
