@@ -89,7 +89,7 @@ def read_by_groups(x: Tensor, part: Part) -> Tensor:
 
 
 def _windows(x: Tensor, axis: int, members: int, halo: int) -> Tensor:
-    """Cut an axis into groups of `members`, each with `halo` more places on both sides: two axes in its place.
+    """Split an axis into groups and keys: `members` places, and `halo` more on both sides.
 
     `Tensor.unfold` does this too, but its gradient is slow.
     """
