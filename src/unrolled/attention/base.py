@@ -20,7 +20,7 @@ from unrolled.attention._slices import attend_over, check_slice
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops import sequence
 from unrolled.ops.checks import check_attn_mask, check_cu_seqlens, check_key_padding_mask, shape
-from unrolled.ops.dense import Linear
+from unrolled.ops.dense import Linear, linear
 from unrolled.ops.inputs import check_input
 from unrolled.ops.masks import without_padding
 from unrolled.ops.options import ChecksOptions
@@ -323,7 +323,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             matrices = torch.split(self.qkv_proj.weight, self.widths)
             biases = [None] * 3 if bias is None else torch.split(bias, self.widths)
             xs = (query, key, key if value is None else value)
-            q, k, v = (nn.functional.linear(x, w, b) for x, w, b in zip(xs, matrices, biases, strict=True))
+            q, k, v = (linear(x, w, b) for x, w, b in zip(xs, matrices, biases, strict=True))
         q, k, v = (torch.unflatten(x, -1, sizes) for x, *sizes in zip((q, k, v), counts, widths, strict=True))
         return q, k, v
 

@@ -6,7 +6,7 @@ GFLOP/s of one thread, for 784 and 4,096 rows and widths of 256 to 1,024:
                                       multiply-adds at most   MKL          oneDNN
     Zen 5, y = x W^T                  236                     87 to 95     191 to 207
     Zen 5, gradient of x              236                     87 to 95     192 to 211
-    Zen 5, gradient of W              236                     87 to 95     129 to 174
+    Zen 5, gradient of W              236                     87 to 95     176 to 240
     Zen 4, y = x W^T                  117                     85 to 104    103 to 111
     Zen 4, gradient of x              117                     86 to 104    104 to 114
     Zen 4, gradient of W              117                     91 to 102    85 to 102
@@ -85,9 +85,16 @@ class _Linear(torch.autograd.Function):
             )
         return (
             _product(grad, weight.mT) if of_x else None,
-            _product(grad.mT, x.mT) if of_weight else None,
+            _of_weight(grad, x) if of_weight else None,
             grad.sum(0) if of_bias else None,
         )
+
+
+def _of_weight(grad: Tensor, x: Tensor) -> Tensor:
+    """Compute the gradient `grad^T x` of W. oneDNN is up to 1.7 times as fast if the second factor is the wider."""
+    if x.shape[1] < grad.shape[1]:
+        return _product(x.mT, grad.mT).mT.contiguous()
+    return _product(grad.mT, x.mT)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
