@@ -91,7 +91,10 @@ class _Linear(torch.autograd.Function):
 
 
 def _of_weight(grad: Tensor, x: Tensor) -> Tensor:
-    """Compute the gradient `grad^T x` of W. oneDNN is up to 1.7 times as fast if the second factor is the wider."""
+    """Compute the gradient `grad^T x` of W.
+
+    oneDNN is faster with the wider factor as the second: by 1.3 for 4,096 rows and widths of 256 and 1,024.
+    """
     if x.shape[1] < grad.shape[1]:
         return _product(x.mT, grad.mT).mT.contiguous()
     return _product(grad.mT, x.mT)
