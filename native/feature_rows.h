@@ -34,8 +34,10 @@ class FeatureRows {
             const float shift = side_ == Side::QUERIES
                                     ? largest(at)
                                     : half_square(i) + x_.key_shift[key_row(batch, token + i, head)];
-            for (Int r = 0; r < x_.features; r += WIDTH)
-                store(at + r, exp_of_negative(load(at + r) - broadcast(shift)));
+            for (Int r = 0; r < x_.features; r += WIDTH) {
+                const Vec exponent = load(at + r) - broadcast(shift);  // above 0 by rounding only
+                store(at + r, exp_of_negative(select(exponent > Vec{}, Vec{}, exponent)));
+            }
             for (Int r = x_.features; r < round_up(x_.features); ++r) at[r] = 0;
         }
         return features_;

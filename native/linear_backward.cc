@@ -86,7 +86,7 @@ class QueryGradients {
         const Rows q = rows_.read(s.batch, token, head, n);
         for (Int i = 0; i < n; ++i) read_gradient(x_, out_, s.batch, token + i, head, g_.data + i * g_.row);
         const float* from_start = chunk ? chunk->gates.from_start : nullptr;
-        const bool reads = from_start && out_.d_log_decay;
+        const bool reads = chunk && gate_gradients(x_, out_);
         Strided left{g_.data, g_.row, 1};
         if (chunk) {
             transpose(n, x_.values, g_.data, g_.row, g_T_);
@@ -133,7 +133,7 @@ class QueryGradients {
             const float total = dot(q.data + i * q.row, d_q_.data + i * d_q_.row, x_.features);
             d_divisors_[i] = divisible(divisor) ? -total / divisor : 0;
             out_.d_divisor[first + i * x_.heads] = d_divisors_[i];
-            if (from_start && out_.d_log_decay)
+            if (chunk && gate_gradients(x_, out_))
                 read_[i] += d_divisors_[i] * from_start[i] * dot(q.data + i * q.row, k_sum, x_.features);
         }
         for (Int r = 0; r < x_.features; r += WIDTH) {
@@ -301,7 +301,7 @@ class KeyGradients {
         const Int n = i.n, group = i.group;
         chunk.read(s, s.first_key + i.token, n, group);
         if (x_.rates) read_corrections(s, group, prefetcher);
-        std::memset(d_gates_, 0, (size_t)n * 8);
+        if (x_.log_decay) std::memset(d_gates_, 0, (size_t)n * 8);
         compute_through_state(gradient, prefetcher);
         if (gate_gradients(x_, out_)) add_gate_gradients(s, i, gradient);
         if (x_.log_decay)
@@ -403,7 +403,7 @@ class KeyGradients {
             store(scores + i, keep(j, chunk.n, i, p));
             store(d_scores + i, keep(j, chunk.n, i, d_p));
         }
-        if (gated && out_.d_log_decay) add_pairs(j);
+        if (gate_gradients(x_, out_)) add_pairs(j);
     }
 
     // Key j and a later token i contribute their pair to the gradients of the gates j < t <= i.
@@ -474,7 +474,7 @@ class KeyGradients {
             }
             store(d_scores + i, keep(j + 1, chunk.n, i, d_score));
         }
-        if (gated && out_.d_log_decay) add_pairs(j);
+        if (gate_gradients(x_, out_)) add_pairs(j);
     }
 
     void write(const Sequence& s, Int group) const {

@@ -284,8 +284,39 @@ def test_is_a_well_behaved_torch_operator(causal, packed):
     gates = (-torch.rand(B, 9, 2)).requires_grad_()
     cu_seqlens = torch.tensor([0, 4, 9], dtype=torch.int32) if packed else None
     kv, k_sum = torch.rand(2, 2, 3, 3).requires_grad_(), torch.rand(2, 2, 3).requires_grad_()
-    arguments = (q, k, v, gates, kv, k_sum, cu_seqlens, causal, True, "elu" if packed else None, True, None)
+    arguments = (q, k, v, gates, kv, k_sum, cu_seqlens, causal, True, "elu" if packed else None, None)
     torch.library.opcheck(torch.ops.unrolled.linear_attention.default, arguments)
+
+
+def test_a_graph_exported_without_gradients_trains_its_gates():
+    class Gated(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = torch.nn.Linear(4, 2)
+
+        def forward(self, q, k, v):
+            return linear_attention(q, k, v, causal=True, log_decay=-self.gate(q[..., 0, :]).sigmoid())
+
+    given, module = [torch.rand(1, 20, 2, 4) for _ in range(3)], Gated()
+    with torch.no_grad():
+        exported = torch.export.export(module, tuple(given)).module()
+    found, expected = (
+        torch.autograd.grad(f(*given).square().sum(), list(f.parameters())) for f in (exported, module)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_constant_gates_have_no_gradient_at_all():
+    q, k, v = (torch.rand(1, 20, 2, 4).requires_grad_() for _ in range(3))
+    gates = -torch.rand(1, 20, 2)
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        with torch.autograd.detect_anomaly(check_nan=True):
+            linear_attention(q, k, v, causal=True, log_decay=gates).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
 
 
 def test_compiles_with_everything_at_once_gradients_included():

@@ -51,7 +51,7 @@ from unrolled.attention._state import advance
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.contract import UnsupportedError
 from unrolled.ops import favor
-from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask
+from unrolled.ops.checks import changed, check_qkv
 from unrolled.ops.favor import FavorState
 from unrolled.ops.linear import LinearOptions, LinearState, linear_attention, linear_attention_step
 from unrolled.ops.masks import without_padding
@@ -198,10 +198,12 @@ class FavorMap(nn.Module):
             return self.kind.features(x, (lambda x: x) if self.projection is None else self.projection)
 
     def exponential_rows(self) -> Tensor | None:
-        """Return W if these are the features of `unrolled.ops.favor`, else None."""
+        """Return W if these are the features of `unrolled.ops.favor`, and W needs no gradient, else None."""
         if self.projection is None or self.features not in ("positive", "hyperbolic"):
             return None
         rows = self.projection.weight
+        if (rows.requires_grad and torch.is_grad_enabled()) or changed((self, self.projection)):
+            return None
         return rows if self.features == "positive" else torch.cat([rows, -rows], 1)
 
     def extra_repr(self) -> str:
@@ -238,22 +240,23 @@ def favor_attention(
     Returns:
         `o [B,T,H,M]`, and the state after the last key.
     """
+    check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     rows, masks = phi.exponential_rows(), Masks(key_padding_mask, None, cu_seqlens)
     if rows is not None and favor.supports(q, k, v, causal):
         return favor.favor_attention(q, k, v, rows, causal=causal, state=state, **masks.of_keys())
     if key_padding_mask is not None:
-        check_key_padding_mask(key_padding_mask, k.shape[0], k.shape[1])
         k = without_padding(k, key_padding_mask)
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q, k)
     k_features, shift, log_decay = phi(k), None, None
     log_scale = favor.lowest(k) if state is None else state.log_scale
+    before = None if state is None else LinearState(state.kv, state.k_sum)
     peak = k_features.peak()
     if peak is not None:
-        shift, log_decay, log_scale = favor.shifts(peak, log_scale, causal, key_padding_mask, cu_seqlens)
+        shift, log_decay, last = favor.shifts(peak, log_scale, causal, key_padding_mask, cu_seqlens)
+        if before is not None and not causal:  # otherwise it decays from key to key
+            before = LinearState(*favor.rescaled(*before, log_scale, last))
+        log_scale = last
         if key_padding_mask is not None:  # their shift makes the features of padded keys 0
             v, masks = without_padding(v, key_padding_mask), masks._replace(key_padding_mask=None)
-    before = None if state is None else LinearState(state.kv, state.k_sum)
     q, k = _query_features(phi(q)), k_features.shifted(shift)
     o, after = phi.kind.attend(q, k, v, causal=causal, log_decay=log_decay, state=before, **masks.of_keys())
     return o, FavorState(*after, log_scale)

@@ -14,10 +14,10 @@ from unrolled.decode.packing import Weights
 from unrolled.decode.program import Builder, Program, Value, require
 from unrolled.models import Decoder
 from unrolled.models.blocks import AttentionBlock, Block, FeedForward
-from unrolled.models.checks import changed
 from unrolled.models.embeddings import PixelEmbedding, PositionEmbedding
 from unrolled.models.heads import Categorical, LogisticMixture
 from unrolled.models.stack import Stack
+from unrolled.ops.checks import changed
 from unrolled.ops.dropout import Dropout
 
 HEAD_WEIGHTS: Weights = "int8"  # the form with the fewest bits for the head; see `unrolled.decode.packing`

@@ -1,10 +1,10 @@
 """Checks of what models are given; each failure is one sentence that names the argument."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unrolled.contract import IGNORED
 from unrolled.ops.checks import check_device, check_key_padding_mask, check_tensor, may_read, shape, wrong
@@ -85,15 +85,3 @@ def check_targets(targets: Tensor, expected: Sequence[int], levels: int) -> None
         if low < 0 or high >= levels:
             classes = f"in [0, {levels}), or {IGNORED} for none"
             raise ValueError(f"targets holds values from {low} to {high}, but they must be {classes}")
-
-
-def changed(modules: Iterable[nn.Module]) -> bool:
-    """Whether one of these modules has a `forward` or `step` of its own, or a hook."""
-    return any(
-        m._forward_hooks
-        or m._forward_pre_hooks
-        or m._backward_hooks
-        or m._backward_pre_hooks
-        or {"forward", "step"} & vars(m).keys()
-        for m in modules
-    )

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import IGNORED
-from unrolled.models.checks import changed, check_targets
+from unrolled.models.checks import check_targets
+from unrolled.ops.checks import changed
 from unrolled.ops.cross_entropy import linear_cross_entropy
 from unrolled.ops.dense import Layer, Linear, linear
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._device import DeviceContext
@@ -191,3 +191,15 @@ def plain(tensors: Iterable[Tensor | None]) -> bool:
 def shape(x: Tensor) -> list[int]:
     """Shape of a tensor as error messages print it."""
     return list(x.shape)
+
+
+def changed(modules: Iterable[nn.Module]) -> bool:
+    """Whether one of these modules has a `forward` or `step` of its own, or a hook."""
+    return any(
+        m._forward_hooks
+        or m._forward_pre_hooks
+        or m._backward_hooks
+        or m._backward_pre_hooks
+        or {"forward", "step"} & vars(m).keys()
+        for m in modules
+    )

@@ -15,14 +15,15 @@ from torch import Tensor
 
 from unrolled.ops.checks import check_qkv, check_state_tensor, transforming, wrong
 from unrolled.ops.dispatch import prefers
-from unrolled.ops.linear import LinearState, check_state, native, packed
+from unrolled.ops.linear import check_state, native, packed
 from unrolled.ops.linear.chunked import Inputs, Options, OutputGradients
 from unrolled.ops.linear.native import RandomFeatures
 from unrolled.ops.masks import without_padding
+from unrolled.ops.native import TYPES, available
 from unrolled.ops.operators import register
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.positions import positions_from_cu_seqlens
-from unrolled.ops.precision import accumulation_dtype, promoted
+from unrolled.ops.precision import accumulation_dtype, promoted, without_autocast
 
 LOWEST = torch.finfo(torch.float32).min  # the maximum over no keys: unlike -inf, it can be subtracted
 
@@ -72,11 +73,19 @@ def log_decay_between(previous: Tensor, running: Tensor) -> Tensor:
     return (previous - running).masked_fill(previous == LOWEST, 0)
 
 
+def rescaled(kv: Tensor, k_sum: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a state relative to another maximum `[B,G]`."""
+    factor = (before - after).exp().unsqueeze(-1)
+    return kv * factor.unsqueeze(-1), k_sum * factor
+
+
 def supports(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
     """Whether `favor_attention` can run: on a CPU in eager mode, with a query for each key if causal."""
-    observed = torch.compiler.is_compiling() or transforming()
+    traced = torch.compiler.is_compiling() or transforming()
     aligned = not causal or q.shape[1] == k.shape[1]
-    return aligned and not observed and prefers("native") and native.supports(*promoted(q, v))
+    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    supported = q.is_cpu and dtype in TYPES and q.shape[-2] > 0 and available()
+    return aligned and supported and not traced and prefers("native")
 
 
 def favor_attention(
@@ -105,24 +114,25 @@ def favor_attention(
         sequence.
 
     Raises:
-        ValueError: shapes or types that do not fit each other.
+        ValueError: shapes or types that do not fit each other, or a state with `cu_seqlens`.
     """
     check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     (B, _, G, D), M, R = k.shape, v.shape[-1], rows.shape[1]
     if rows.shape not in ((1, R, D), (G, R, D)):
         raise wrong("rows", rows, f"[1, R, {D}] or [{G}, R, {D}] for keys of this width")
-    if state is None:
-        state = _empty(k, B if cu_seqlens is None else len(cu_seqlens) - 1, R, M)
-    else:
-        check_state(LinearState(state.kv, state.k_sum), (B, G, R, M), torch.float32)
+    kv, k_sum, log_scale = None, None, lowest(k)
+    if state is not None:
+        if cu_seqlens is not None:
+            raise ValueError("state and cu_seqlens are both given, but only one of them may be")
+        check_state(state, (B, G, R, M), torch.float32)
         check_state_tensor("state.log_scale", state.log_scale, (B, G), torch.float32)
+        kv, k_sum, log_scale = state
     if key_padding_mask is not None:
         k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
     out_dtype = v.dtype
     q, k, v = promoted(q, k, v)
-    kv, k_sum, log_scale = state
     o, *after = _operator(q, k, v, kv, k_sum, rows, log_scale, key_padding_mask, cu_seqlens, causal)
-    return o.to(out_dtype), FavorState(*after[:3])
+    return o.to(out_dtype), FavorState(after[0], after[1], after[2].detach())
 
 
 def lowest(k: Tensor) -> Tensor:
@@ -130,32 +140,30 @@ def lowest(k: Tensor) -> Tensor:
     return k.new_full((k.shape[0], k.shape[2]), LOWEST, dtype=accumulation_dtype(k.dtype))
 
 
-def _empty(k: Tensor, n: int, R: int, M: int) -> FavorState:
-    kv = k.new_zeros(n, k.shape[2], R, M, dtype=torch.float32)
-    return FavorState(kv, kv.new_zeros(kv.shape[:3]), lowest(k))
-
-
 def _exponents(x: Tensor, rows: Tensor) -> Tensor:
+    """Compute the exponents that the kernels compute, for gradients of gradients."""
     y = (x.float() * x.shape[-1] ** -0.25).unsqueeze(-2)
     of_heads = rows.float().repeat_interleave(x.shape[-2] // len(rows), 0)
     exponents: Tensor = y @ of_heads.mT - y.square().sum(-1, keepdim=True) / 2
     return exponents.squeeze(-2)
 
 
-def _log_count(rows: Tensor) -> float:
-    """The part -log(sqrt(R)) of all exponents, which the kernels leave out."""
+def _log_size(rows: Tensor) -> float:
+    """Return the part -log(sqrt(R)) of all exponents, which the kernels leave out."""
     return -math.log(rows.shape[1]) / 2
 
 
 def _options(cu_seqlens: Tensor | None, causal: bool) -> Options:
-    return Options(cu_seqlens, causal, normalize=True, gate_gradients=False)
+    return Options(cu_seqlens, causal, normalize=True)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     q, k, v, kv, k_sum, rows, log_scale, padding, cu_seqlens, causal = arguments
-    constant = _log_count(rows)
+    constant = _log_size(rows)
     found = shifts(native.peaks(k, rows) + constant, log_scale, causal, padding, cu_seqlens)
     shift, log_decay = found.shift - constant, found.log_decay
+    if kv is not None and not causal:
+        kv, k_sum = rescaled(kv, k_sum, log_scale, found.last)
     inputs = Inputs(q, k, v, log_decay, kv, k_sum)
     outputs = native.forward(inputs, _options(cu_seqlens, causal), RandomFeatures(rows, shift))
     gates = shift.new_empty(0) if log_decay is None else log_decay
@@ -163,54 +171,71 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _backward(*arguments: Any) -> list[Tensor]:
-    *grads, q, k, v, kv, k_sum, rows, _, _, cu_seqlens, den, shift, log_decay, causal = arguments
+    *grads, q, k, v, kv, k_sum, rows, log_scale, _, cu_seqlens = arguments[:12]
+    last, den, shift, log_decay, causal = arguments[12:]
+    if kv is not None and not causal:
+        kv, k_sum = rescaled(kv, k_sum, log_scale, last)
     inputs = Inputs(q, k, v, log_decay if causal else None, kv, k_sum)
     options, random = _options(cu_seqlens, causal), RandomFeatures(rows, shift)
-    found = native.backward(OutputGradients(*grads), inputs, den, options, random)
-    return [found.q, found.k, found.v, found.kv, found.k_sum]
+    outputs = OutputGradients(*grads)
+    found = native.backward(outputs, inputs, den, options, random=random, gate_gradients=False)
+    d_kv, d_k_sum = found.kv, found.k_sum
+    if kv is not None and not causal:
+        d_kv, d_k_sum = rescaled(d_kv, d_k_sum, log_scale, last)
+    return [found.q, found.k, found.v, d_kv, d_k_sum]
 
 
 def _plain(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, kv, k_sum, rows, log_scale, padding, cu_seqlens, causal = arguments
-    of_queries, of_keys = _exponents(q, rows), _exponents(k, rows)
-    peak = of_keys.detach().amax(-1) + _log_count(rows)
-    shift, log_decay, _ = shifts(peak, log_scale, causal, padding, cu_seqlens)
-    phi_q = (of_queries - of_queries.detach().amax(-1, keepdim=True)).exp()
-    phi_k = (of_keys + (_log_count(rows) - shift).unsqueeze(-1)).exp()
-    inputs = Inputs(phi_q, phi_k, v.float(), log_decay, kv, k_sum)
-    o, kv, k_sum, _ = packed.forward(inputs, _options(cu_seqlens, causal))
-    return o.to(v.dtype), kv, k_sum
+    with without_autocast(q.device):
+        of_queries, of_keys = _exponents(q, rows), _exponents(k, rows)
+        peak = of_keys.detach().amax(-1) + _log_size(rows)
+        shift, log_decay, last = shifts(peak, log_scale, causal, padding, cu_seqlens)
+        if kv is not None and not causal:
+            kv, k_sum = rescaled(kv, k_sum, log_scale, last)
+        phi_q = (of_queries - of_queries.detach().amax(-1, keepdim=True)).exp()
+        phi_k = (of_keys + (_log_size(rows) - shift).unsqueeze(-1)).exp()
+        inputs = Inputs(phi_q, phi_k, v.float(), log_decay, kv, k_sum)
+        o, kv, k_sum, _ = packed.forward(inputs, _options(cu_seqlens, causal))
+        return o.to(v.dtype), kv, k_sum
 
 
 def _like_outputs(*arguments: Any) -> tuple[Tensor, ...]:
-    q, k, v, kv, k_sum, _, log_scale, *_, causal = arguments
-    (B, S, G, _), (_, T, H, _) = k.shape, q.shape
+    q, k, v, _, _, rows, log_scale, _, cu_seqlens, causal = arguments
+    (B, S, G, _), (_, T, H, _), R, M = k.shape, q.shape, rows.shape[1], v.shape[-1]
+    n = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return (
-        v.new_empty(B, T, H, v.shape[-1]),
-        kv.new_empty(kv.shape),
-        k_sum.new_empty(k_sum.shape),
+        v.new_empty(B, T, H, M),
+        log_scale.new_empty(n, G, R, M),
+        log_scale.new_empty(n, G, R),
         log_scale.new_empty(log_scale.shape),
-        kv.new_empty(B, T, H, 1),
-        kv.new_empty(B, S, G),
-        kv.new_empty((B, S, G) if causal else 0),
+        log_scale.new_empty(B, T, H, 1),
+        log_scale.new_empty(B, S, G),
+        log_scale.new_empty((B, S, G) if causal else 0),
     )
 
 
+def _like_gradients(*arguments: Any) -> list[Tensor]:
+    _, d_kv, d_k_sum, q, k, v, *_ = arguments
+    return [x.new_empty(x.shape) for x in (q, k, v, d_kv, d_k_sum)]
+
+
 _operator = register(
-    "favor_attention(Tensor q, Tensor k, Tensor v, Tensor kv, Tensor k_sum, Tensor rows, Tensor log_scale,"
+    "favor_attention(Tensor q, Tensor k, Tensor v, Tensor? kv, Tensor? k_sum, Tensor rows, Tensor log_scale,"
     " Tensor? key_padding_mask, Tensor? cu_seqlens, bool causal)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "favor_attention_backward(Tensor grad_o, Tensor grad_kv, Tensor grad_k_sum, Tensor q, Tensor k, Tensor v,"
-    " Tensor kv, Tensor k_sum, Tensor rows, Tensor log_scale, Tensor? key_padding_mask, Tensor? cu_seqlens,"
-    " Tensor den, Tensor shift, Tensor log_decay, bool causal) -> Tensor[]",
+    " Tensor? kv, Tensor? k_sum, Tensor rows, Tensor log_scale, Tensor? key_padding_mask, Tensor? cu_seqlens,"
+    " Tensor last, Tensor den, Tensor shift, Tensor log_decay, bool causal) -> Tensor[]",
     _forward,
     _backward,
     _plain,
     like_outputs=_like_outputs,
+    like_gradients=_like_gradients,
     n_inputs=5,
     n_tensors=9,
     n_outputs=3,
-    saved_outputs=[4, 5, 6],  # den, shift and log_decay
+    saved_outputs=[3, 4, 5, 6],  # the last maximum, den, shift and log_decay
 )
 
 

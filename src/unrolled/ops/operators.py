@@ -25,12 +25,14 @@ def register(
     n_tensors: int,
     n_outputs: int,
     saved_outputs: Sequence[int] = (),
+    may_skip: Sequence[int] = (),
 ) -> Any:
     """Register an operator and its backward operator, and return the operator.
 
     Args:
         forward_schema: `NAME(inputs, other tensors, options) -> outputs`, as `torch.library` writes it.
-        backward_schema: `NAME(output gradients, inputs, other tensors, saved outputs, options) -> Tensor[]`.
+        backward_schema: `NAME(output gradients, inputs, other tensors, saved outputs, options, booleans of
+            may_skip) -> Tensor[]`.
         forward: computes the outputs, in any memory layout.
         backward: computes the gradients of all inputs; that of an absent input is ignored.
         plain: computes the outputs by differentiable operations, for gradients of gradients.
@@ -41,6 +43,8 @@ def register(
         n_tensors: number of inputs and other tensors.
         n_outputs: number of outputs that have gradients; they come first.
         saved_outputs: indices of the outputs that `backward` needs.
+        may_skip: indices of the inputs whose gradients `backward` need not always compute. For each of these,
+            it gets a boolean.
     """
 
     def like_inputs(*arguments: Tensor) -> list[Tensor]:
@@ -65,8 +69,10 @@ def register(
         if torch.is_grad_enabled():  # create_graph=True
             found = differentiable_gradients(lambda *xs: plain(*xs, *others, *options), inputs, grads)
         else:
-            found = backward_operator(*grads, *tensors, *options)
-        of_inputs = (None if x is None else g for x, g in zip(inputs, found, strict=True))
+            wanted = (ctx.needs_input_grad[i] for i in may_skip)
+            found = backward_operator(*grads, *tensors, *options, *wanted)
+        needed = zip(inputs, ctx.needs_input_grad[:n_inputs], found, strict=True)
+        of_inputs = (g if x is not None and needs else None for x, needs, g in needed)
         return *of_inputs, *(None for _ in (*others, *options))
 
     operator.register_autograd(gradient, setup_context=setup_context)

@@ -99,7 +99,7 @@ def _windows(x: Tensor, axis: int, members: int, halo: int) -> Tensor:
     x = F.pad(x, (*zeros, halo, (shifts - 1) * members - halo))
     parts = []
     for shift in range(shifts):
-        blocks = x.narrow(axis, shift * members, groups * members).unflatten(axis, (groups, members))
+        blocks = torch.unflatten(x.narrow(axis, shift * members, groups * members), axis, (groups, members))
         parts.append(blocks.narrow(axis + 1, 0, min(members, keys - shift * members)))
     return torch.cat(parts, axis + 1)
 

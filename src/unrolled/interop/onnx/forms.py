@@ -68,7 +68,6 @@ def _of_a_call(form: Callable[[LinearCall], LinearResult]) -> Callable[..., Line
         causal: bool,
         normalize: bool,
         feature_map: str | None,
-        gate_gradients: bool,
         backend: str | None,
     ) -> LinearResult:
         if cu_seqlens is not None:

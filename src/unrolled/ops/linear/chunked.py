@@ -67,7 +67,6 @@ class Options(NamedTuple):
     causal: bool
     normalize: bool
     feature_map: str | None = None  # a name in ELEMENTWISE, of the map to apply to q and k
-    gate_gradients: bool = True  # if False, the gradient of log_decay is unspecified
 
 
 class Outputs(NamedTuple):

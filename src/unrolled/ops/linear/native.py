@@ -43,15 +43,21 @@ def backward(
     inputs: Inputs,
     den: Tensor,
     options: Options,
+    *,
     random: RandomFeatures | None = None,
+    gate_gradients: bool = True,
 ) -> Gradients:
-    """Compute what `packed.backward` does, for random features of q and k if `random` is given."""
+    """Compute what `packed.backward` does, for random features of q and k if `random` is given.
+
+    Without `gate_gradients`, the gradient of `log_decay` has no meaning, which saves time and memory.
+    """
     problem, _kept = described(inputs, options, random=random)
     grad_o, grad_kv, grad_k_sum = readable(grads.o), grads.kv.contiguous(), grads.k_sum.contiguous()
     found = packed.like_gradients(grads, inputs)
-    gated = inputs.log_decay is not None and options.gate_gradients
+    gated = inputs.log_decay is not None and gate_gradients
     d_gates = torch.empty(found.log_decay.shape, dtype=torch.double) if gated else None
-    d_divisor, d_log_from_start = torch.empty(2, *inputs.q.shape[:3], dtype=torch.float32)
+    d_divisor = torch.empty(inputs.q.shape[:3], dtype=torch.float32)
+    d_log_from_start = torch.empty_like(d_divisor) if gated else None
     saved = native.linear_saved_floats(problem) if gated else 0
     states = torch.empty(saved, dtype=torch.float32)
     gradients = struct("LinearGradients")(
@@ -139,7 +145,7 @@ def described(
 ) -> tuple[bytes, tuple[Tensor | None, ...]]:
     """Fill the struct, and return the tensors that it points to, which must stay alive during the call."""
     q, k, v, log_decay, kv, k_sum = inputs
-    cu_seqlens, causal, normalize, feature_map, _ = options
+    cu_seqlens, causal, normalize, feature_map = options
     (B, T), S = q.shape[:2], v.shape[1]
     N, cu_seqlens = sequences(cu_seqlens, B, T)
     q, k, v = readable(q), readable(k), readable(v)

@@ -33,8 +33,6 @@ def linear_attention(inputs: Inputs, options: Options, backend: str | None) -> t
     check_backend(backend, BACKENDS)
     if transforming():
         return mapped.forward(packed, inputs, options)[:3]
-    learned = inputs.log_decay is not None and inputs.log_decay.requires_grad
-    options = options._replace(gate_gradients=learned)
     o, kv, k_sum, _ = _operator(*inputs, *options, backend)
     return o, kv, k_sum
 
@@ -64,24 +62,24 @@ def linear_attention_step(
 
 
 def _split(arguments: tuple[object, ...]) -> tuple[Inputs, Options]:
-    return Inputs._make(arguments[:6]), Options._make(arguments[6:11])
+    return Inputs._make(arguments[:6]), Options._make(arguments[6:10])
 
 
 def _forward(*arguments: object) -> Outputs:
     inputs, options = _split(arguments)
-    chosen = choose(BACKENDS, arguments[11], inputs.q, inputs.q, inputs.v)
+    chosen = choose(BACKENDS, arguments[10], inputs.q, inputs.q, inputs.v)
     if chosen is native:
         return native.forward(inputs, options)
     return mapped.forward(chosen, inputs, options)
 
 
 def _backward(*arguments: Any) -> Gradients:
-    *tensors, cu_seqlens, den, causal, normalize, feature_map, gate_gradients, backend = arguments
+    *tensors, cu_seqlens, den, causal, normalize, feature_map, backend, gate_gradients = arguments
     grads, inputs = OutputGradients(*tensors[:3]), Inputs(*tensors[3:])
     chosen = choose(BACKENDS, backend, inputs.q, inputs.q, inputs.v)
-    options = Options(cu_seqlens, causal, normalize, feature_map, gate_gradients)
+    options = Options(cu_seqlens, causal, normalize, feature_map)
     if chosen is native:
-        return native.backward(grads, inputs, den, options)
+        return native.backward(grads, inputs, den, options, gate_gradients=gate_gradients)
     return mapped.backward(chosen, grads, inputs, den, options)
 
 
@@ -92,12 +90,12 @@ def _like_gradients(*arguments: object) -> list[Tensor]:
 
 _operator = register(
     "linear_attention(Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? kv, Tensor? k_sum,"
-    " Tensor? cu_seqlens, bool causal, bool normalize, str? feature_map, bool gate_gradients, str? backend)"
+    " Tensor? cu_seqlens, bool causal, bool normalize, str? feature_map, str? backend)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     "linear_attention_backward(Tensor grad_o, Tensor grad_kv, Tensor grad_k_sum,"
     " Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? kv, Tensor? k_sum,"
-    " Tensor? cu_seqlens, Tensor den, bool causal, bool normalize, str? feature_map, bool gate_gradients,"
-    " str? backend)"
+    " Tensor? cu_seqlens, Tensor den, bool causal, bool normalize, str? feature_map, str? backend,"
+    " bool gate_gradients)"
     " -> Tensor[]",
     _forward,
     _backward,
@@ -108,4 +106,5 @@ _operator = register(
     n_tensors=7,
     n_outputs=3,
     saved_outputs=[3],  # den
+    may_skip=[3],  # log_decay
 )

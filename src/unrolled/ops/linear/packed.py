@@ -16,7 +16,7 @@ def supports(q: Tensor, v: Tensor) -> bool:
 
 def forward(inputs: Inputs, options: Options) -> Outputs:
     """Compute what `chunked.forward` does for each sequence; the states have one row per sequence."""
-    cu_seqlens, causal, normalize, *_ = options
+    cu_seqlens, causal, normalize, _ = options
     if cu_seqlens is None:
         return chunked.forward(inputs, causal, normalize)
     o, kv_end, k_sum_end, den = like_outputs(inputs, options)
@@ -31,7 +31,7 @@ def forward(inputs: Inputs, options: Options) -> Outputs:
 
 def backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Options) -> Gradients:
     """Compute the gradients of the inputs, as `chunked.backward` does."""
-    cu_seqlens, causal, normalize, *_ = options
+    cu_seqlens, causal, normalize, _ = options
     if cu_seqlens is None:
         return chunked.backward(grads, inputs, den, causal, normalize)
     gradients = like_gradients(grads, inputs)
