@@ -39,7 +39,7 @@ struct Linear {
     int64_t width, row_heads;      // row_heads is 1 or groups
     const float* rows;             // W [row_heads, features, width], or null; with a divisor only
     const float* transposed_rows;  // [row_heads, width, features]
-    const float* key_shift;        // [batch, keys, groups]
+    const float* key_shift;        // [batch, keys, groups], at least the largest exponent of each key
 };
 
 // The largest exponent W y - |y|^2 / 2 of each key, [batch, keys, groups].
