@@ -195,7 +195,7 @@ struct KeyChunk {
         update_key_sum(state.k_sum, nullptr);
     }
 
-    // Writes the gradients of the keys, which are row i's `at(i)`, from those of their features.
+    // Turns the gradients of the features into those of the keys, and writes row i to `at(i)`.
     template <typename F>
     void write_key_gradients(Rows gradient, F&& at) const {
         key_rows_.write_gradients(n, gradient, at);
