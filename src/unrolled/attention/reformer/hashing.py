@@ -28,6 +28,8 @@ from unrolled.ops.precision import accumulation_dtype, without_autocast
 
 ABSENT = -1  # the bucket of padding
 
+MASKED = -1e30  # the score of a key that a query does not read: torch is slow with minus infinity
+
 CPU_SCORES = 2**18  # scores that are computed at once: 1 MB, which fits the cache
 
 
@@ -138,18 +140,18 @@ def causal_lsh_attention(
     if v.numel() == 0:
         return v
     _, place = _sort(tokens)
-    # Codes of different buckets differ by more than `window`: one difference tests bucket and distance.
+    # Codes of different buckets differ by more than `window`: one difference tests bucket and distance. They
+    # are doubled, so that 0 < i - j <= window is one comparison, |2 (i - j) - window - 1| < window.
     code = place + tokens.buckets * (window + 1)
-    if n_buckets * (window + 1) + q.shape[1] < 2**31:
+    if 2 * (n_buckets * (window + 1) + q.shape[1]) < 2**31:
         code = code.int()  # fast to compare
-    code = code.masked_fill(~tokens.present.unsqueeze(1), -window - 2).unsqueeze(-1)
+    code = 2 * code.masked_fill(~tokens.present.unsqueeze(1), -window - 2).unsqueeze(-1)
 
     def reads(query: Tensor, key: Tensor) -> Tensor:
-        behind = (query - key).squeeze(-1)
-        return (behind > 0) & (behind <= window)
+        return (query - key).squeeze(-1).abs() < window
 
     layout = _blocks_of_buckets(tokens, place, n_buckets, window)
-    return _by_token(_attend(tokens, Sets(code, code, reads, None), layout, scale), q.shape[0]).to(v.dtype)
+    return _by_token(_attend(tokens, Sets(code - window - 1, code, reads, None), layout, scale), q.shape[0]).to(v.dtype)
 
 
 class Tokens(NamedTuple):
@@ -325,31 +327,34 @@ def _scores(q: Tensor, k: Tensor, count: Tensor, scale: float) -> Tensor:
 class _Average(torch.autograd.Function):
     """`_average` with a gradient in few passes over the scores.
 
-    With the weights w, their sums z and the scores s,
+    With the weights w, which add up to 1, and the scores s,
 
-        o = w v / z        ds = w (do v^T / z - delta)        delta = (do . o - dlse) / z
+        o = w v        ds = w (do v^T - delta)        delta = do . o - dlse
+
+    The largest weight is exp(top - lse), so lse costs no exponentials beside those of torch's softmax.
     """
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        weights = ((scale * q) @ k.mT).masked_fill_(count == 0, -torch.inf)
-        top = weights.amax(-1, keepdim=True)
-        nothing = top == -torch.inf
-        top.masked_fill_(nothing, 0)
-        weights.sub_(top).exp_()
+        scores = ((scale * q) @ k.mT).masked_fill_(count == 0, MASKED)
+        top = scores.amax(-1, keepdim=True)
+        nothing = top == MASKED
+        weights = scores.softmax(-1)
+        lse = top - weights.amax(-1, keepdim=True).log()
         if count.dtype != torch.bool:
-            weights.div_(count.clamp(min=1))
-        total = weights.sum(-1, keepdim=True).masked_fill_(nothing, 1)
-        o = weights @ v / total
+            total = weights.div_(count.clamp(min=1)).sum(-1, keepdim=True)
+            weights.div_(total)
+            lse += total.log()
+        o = (weights @ v).masked_fill_(nothing, 0)
         ctx.scale = scale
-        ctx.save_for_backward(q, k, v, count, weights, total, nothing, o)
-        return o, (top + total.log()).masked_fill_(nothing, -torch.inf)
+        ctx.save_for_backward(q, k, v, count, weights, nothing, o)
+        return o, lse.masked_fill_(nothing, -torch.inf)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, count, weights, total, nothing, o = ctx.saved_tensors
+        q, k, v, count, weights, nothing, o = ctx.saved_tensors
         scale = ctx.scale
         if torch.is_grad_enabled():  # double backward: differentiate the plain operations
 
@@ -357,8 +362,8 @@ class _Average(torch.autograd.Function):
                 return average_and_lse(_scores(q, k, count, scale), v)
 
             return *differentiable_gradients(run, [q, k, v], [do, dlse]), None, None
-        do = do / total
-        delta = (do * o).sum(-1, keepdim=True) - dlse.masked_fill(nothing, 0) / total
+        do, dlse = do.masked_fill(nothing, 0), dlse.masked_fill(nothing, 0)
+        delta = (do * o).sum(-1, keepdim=True) - dlse
         ds = torch.baddbmm(-delta, do, v.mT).mul_(weights)
         return scale * (ds @ k), scale * (ds.mT @ q), weights.mT @ do, None, None
 
