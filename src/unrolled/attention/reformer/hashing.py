@@ -151,7 +151,8 @@ def causal_lsh_attention(
         return (query - key).squeeze(-1).abs() < window
 
     layout = _blocks_of_buckets(tokens, place, n_buckets, window)
-    return _by_token(_attend(tokens, Sets(code - window - 1, code, reads, None), layout, scale), q.shape[0]).to(v.dtype)
+    sets = Sets(code - window - 1, code, reads, None)
+    return _by_token(_attend(tokens, sets, layout, scale), q.shape[0]).to(v.dtype)
 
 
 class Tokens(NamedTuple):
