@@ -113,20 +113,21 @@ def _forward(
 def _losses(logits: Tensor, target: Tensor, smoothing: float, nll: Tensor, gradients: bool) -> None:
     """Write the loss of each row to `nll` and, if asked, overwrite the logits with its gradient.
 
-    The rows are processed a few at a time, so that they stay in the cache.
+    The rows are processed a few at a time, so that they stay in the cache. The largest probability p is that of
+    the largest logit z, so log p_y = z_y - z + log p without another exponential of every logit.
     """
     few = max(1, LOGITS_IN_CACHE // logits.shape[-1]) if logits.is_cpu else ROWS
     parts = (torch.split(x, few) for x in (logits, target.unsqueeze(-1), nll.unsqueeze(-1)))
     for x, y, loss in zip(*parts, strict=True):
         ignored = y == IGNORED
         index = y.masked_fill(ignored, 0)
-        log_p = x.to(nll.dtype).log_softmax(-1)
-        loss -= (1 - smoothing) * log_p.gather(-1, index)
+        z = x.to(nll.dtype)
+        p, top = z.softmax(-1), z.amax(-1, keepdim=True)
+        loss += top - (1 - smoothing) * z.gather(-1, index) - p.amax(-1, keepdim=True).log()
         if smoothing:
-            loss -= smoothing * log_p.mean(-1, keepdim=True)
+            loss -= smoothing * z.mean(-1, keepdim=True)
         loss.masked_fill_(ignored, 0)
         if gradients:
-            p = log_p.exp_()
             p.scatter_add_(-1, index, p.new_full(index.shape, smoothing - 1))
             if smoothing:
                 p -= smoothing / x.shape[-1]
