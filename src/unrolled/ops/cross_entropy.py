@@ -113,8 +113,8 @@ def _forward(
 def _losses(logits: Tensor, target: Tensor, smoothing: float, nll: Tensor, gradients: bool) -> None:
     """Write the loss of each row to `nll` and, if asked, overwrite the logits with its gradient.
 
-    The rows are processed a few at a time, so that they stay in the cache. The largest probability p belongs to
-    the largest logit z, so log p_y = z_y - z + log p, and every logit is exponentiated once.
+    The rows are processed a few at a time, so that they stay in the cache. The largest probability p belongs
+    to the largest logit z, so log p_y = z_y - z + log p, and every logit is exponentiated once.
     """
     few = max(1, LOGITS_IN_CACHE // logits.shape[-1]) if logits.is_cpu else ROWS
     parts = (torch.split(x, few) for x in (logits, target.unsqueeze(-1), nll.unsqueeze(-1)))
