@@ -26,6 +26,10 @@ MODULES = {
 }
 
 
+REQUIRED = {"aft": {"max_length": 8}}
+"""Options without which a causal mechanism cannot be made."""
+
+
 @pytest.fixture(params=MODULES)
 def case(request):
     make, size = MODULES[request.param]
@@ -63,3 +67,23 @@ def test_forward_mode_and_hessians_agree_with_differences(case):
     torch.testing.assert_close(
         (hessian @ tangent.flatten()).reshape(x.shape), difference, rtol=1e-6, atol=1e-7
     )
+
+
+CAUSAL = [name for name in attention.names() if attention.load(name).supports.causal]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {"bias": False}) for name in CAUSAL), ("rwkv7", {"conv": 3})]
+)
+def test_second_derivatives_are_finite_beside_padding(name, options):
+    """Padded tokens are exactly 0, where a norm has no second derivative."""
+    torch.manual_seed(0)
+    module = attention.load(name)(16, 4, causal=True, **REQUIRED.get(name, {}), **options)
+    x = torch.randn(2, 6, 16, requires_grad=True)
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[0, :2] = True
+    loss = module(x, key_padding_mask=padding)[~padding].square().sum()
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
+    second = torch.autograd.grad(first.square().sum(), list(module.parameters()), allow_unused=True)
+    assert first.isfinite().all()
+    assert all(gradient is None or gradient.isfinite().all() for gradient in second)

@@ -8,7 +8,7 @@ from contract_parts import check_compiled, check_uncompiled
 
 from unrolled.attention.linear import LinearAttention, rotary_linear_attention
 from unrolled.attention.softmax import SoftmaxAttention
-from unrolled.ops.feature_maps import FEATURE_MAPS, Elu, Exp, QueryKeyMap
+from unrolled.ops.feature_maps import FEATURE_MAPS, Elu, Exp, QueryKeyMap, make_feature_map
 from unrolled.ops.linear import linear_attention
 from unrolled.ops.positions import rotary
 from unrolled.testing import Maker, check_forms_agree
@@ -187,3 +187,27 @@ def test_rotation_touches_the_numerator_only():
     plain = torch.einsum("bthr,bshr->bhts", q, k) * earlier
     expected = torch.einsum("bhts,bshm->bthm", turned / plain.sum(-1, keepdim=True), v)
     torch.testing.assert_close(found, expected)
+
+
+def test_steps_use_a_map_that_was_replaced():
+    module = LinearAttention(16, 2, causal=True)
+    module.feature_map.phi = lambda x: 2 + x.sin()
+    x, state, steps = torch.randn(1, 5, 16), module.init_state(1), []
+    with torch.no_grad():
+        for token in x.unbind(1):
+            y, state = module.step(token, state)
+            steps.append(y)
+        torch.testing.assert_close(torch.stack(steps, 1), module(x))
+
+
+@pytest.mark.parametrize("name", [name for name in FEATURE_MAPS if name != "cosformer"])
+def test_padded_keys_that_are_nan_reach_no_gradient(name):
+    phi = make_feature_map(name, 4, 2)
+    q, k, v = (x.float() for x in heads(6))
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[:, :2] = True
+    k = k.masked_fill(padding[:, :, None, None], torch.nan).requires_grad_()
+    o = linear_attention(q, k, v, key_padding_mask=padding, feature_map=phi)
+    found = torch.autograd.grad(o.square().sum(), [k, *phi.parameters()], allow_unused=True)
+    assert o.isfinite().all()
+    assert all(gradient is None or gradient.isfinite().all() for gradient in found)

@@ -279,3 +279,15 @@ def test_compiled_code_does_not_look_at_the_scale():
 def test_wrong_options(options, message):
     with pytest.raises(ValueError, match=message):
         RandomFeatureAttention(16, 4, **options)
+
+
+@pytest.mark.parametrize("attend", [rfa_attention, signed_rfa_attention])
+def test_the_last_queries_of_a_gated_sequence(attend):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.rand(2, 5, 2, 4, generator=generator, dtype=torch.float64) for _ in range(3))
+    options = {"gate_logits": torch.randn(2, 5, 2, generator=generator, dtype=torch.float64), "causal": True}
+    whole, after = attend(q, k, v, **options)
+    for T in (0, 1, 2):
+        o, end = attend(q[:, 5 - T :], k, v, **options)
+        torch.testing.assert_close(o, whole[:, 5 - T :])
+        torch.testing.assert_close(end, after)

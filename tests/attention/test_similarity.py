@@ -210,3 +210,15 @@ def test_wrong_options_are_refused():
         SimilarityAttention(8, 2, similarity=torch.dot, similarity_options={"scale": 1.0})
     with pytest.raises(ValueError, match="n_kv_heads is 1, but must be n_heads = 2 if symmetric"):
         SimilarityAttention(8, 2, symmetric=True, n_kv_heads=1)
+
+
+@pytest.mark.parametrize("offset", [100, 3000])
+def test_an_outlying_first_token_costs_no_digits_of_the_others(offset):
+    """It is the origin that is subtracted, so that all others are far away from it."""
+    k, v = normal(1, 40, 1, 8).float(), normal(1, 40, 1, 3, seed=1).float()
+    q = k + 0.1
+    q[:, 0] += offset
+    k[:, 0] += offset
+    found = similarity_attention(q, k, v, Rbf(), causal=True)
+    expected = similarity_attention(q.double(), k.double(), v.double(), Rbf(), causal=True)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=3e-4)

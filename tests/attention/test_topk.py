@@ -136,3 +136,14 @@ def test_what_is_hidden_is_not_kept_for_the_gradient():
 def test_wrong_numbers_of_keys_are_named(n_keys, expected):
     with pytest.raises(ValueError, match=f"n_keys is {n_keys}, but must be {expected}"):
         TopkAttention(8, 2, n_keys=n_keys)
+
+
+def test_it_has_gradients_under_transforms():
+    q, k, v = (normal(1, 9, 2, 4, seed=seed) for seed in range(3))
+
+    def loss(q):
+        return topk_attention(q, k, v, 3, causal=True).square().sum()
+
+    leaf = q.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf), leaf)
+    torch.testing.assert_close(torch.func.grad(loss)(q), expected)

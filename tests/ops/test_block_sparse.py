@@ -144,3 +144,10 @@ def test_wrong_input(change, message):
     q, k, v = (torch.randn(2, 8, 2, 3) for _ in range(3))
     with pytest.raises(ValueError, match=message):
         block_sparse_attention(q, k, v, **arguments)
+
+
+def test_a_block_that_does_not_exist_is_refused():
+    q, k, v = (torch.randn(1, 4, 2, 3) for _ in range(3))
+    blocks = torch.full((1, 2, 2, 1), 2)
+    with pytest.raises(ValueError, match="blocks has 2, but must be below the 2 blocks of keys"):
+        block_sparse_attention(q, k, v, blocks, block_size=(2, 2))

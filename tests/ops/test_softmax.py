@@ -274,3 +274,18 @@ def test_wrong_masks_are_refused(arguments, message):
     q, k, v = leaves(2, 5, 5, 4, 2)
     with pytest.raises(ValueError, match=message):
         softmax_attention(q, k, v, **arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_a_mask_keeps_its_precision(dtype, autocast):
+    """Neither type holds 0.25 times a position above 2^9, and fp16 no number of -1e5."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1000, 1, 8, generator=generator).to(dtype) for _ in range(3))
+    mask = 0.25 * torch.arange(1000.0).expand(1000, 1000).clone()
+    mask[0] = -1e5
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        found = softmax_attention(q, k, v, attn_mask=mask)
+    expected = softmax_attention(q.double(), k.double(), v.double(), attn_mask=mask.double())
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.02)

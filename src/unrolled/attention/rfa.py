@@ -46,7 +46,6 @@ from unrolled.contract import UnsupportedError
 from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, may_read
 from unrolled.ops.dense import Linear
 from unrolled.ops.linear import Keys, LinearOptions, LinearState, linear_attention, linear_attention_step
-from unrolled.ops.linear.chunked import safe_divide
 from unrolled.ops.masks import without_padding
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.random_features import (
@@ -156,7 +155,7 @@ def _attend(
         N = len(k) if cu_seqlens is None else len(cu_seqlens) - 1
         weights, total = None, k.new_ones(N, k.shape[2], dtype=accumulation_dtype(k.dtype, v.dtype))
     else:
-        weights, total = _weights(gate_logits.to(k.dtype), state, options)
+        weights, total = _weights(q.shape[1], gate_logits.to(k.dtype), state, options)
         weights = weights.repeat_interleave(q.shape[2] // k.shape[2], -1)
     before = None if state is None else LinearState(state.kv, state.k_sum)
     o, after = attend(q, keys, v, state=before, weight=weights, **options)
@@ -199,15 +198,17 @@ def _gated(k: Tensor, gate_logits: Tensor | None) -> tuple[Tensor, Tensor | None
     return k * torch.sigmoid(-gate_logits).unsqueeze(-1), logsigmoid(gate_logits)
 
 
-def _weights(gate_logits: Tensor, state: RfaSums | None, options: Keys) -> tuple[Tensor, Tensor]:
-    """Return w_i = g_i w_{i-1} + 1 - g_i for every token `[B,S,G]`, and the last `[B,G]`."""
+def _weights(T: int, gate_logits: Tensor, state: RfaSums | None, options: Keys) -> tuple[Tensor, Tensor]:
+    """Return w_i = g_i w_{i-1} + 1 - g_i, as each of T queries reads it, `[B,T,G]`, and the last `[B,G]`."""
     new = torch.sigmoid(-gate_logits).unsqueeze(-1)
     before = None
     if state is not None:
         weight = state.weight.unsqueeze(-1)
         before = LinearState(weight.unsqueeze(-1), weight)
-    ones = torch.ones_like(new)
-    w, after = linear_attention(ones, new, ones, state=before, return_state=True, normalize=False, **options)
+    ones, queries = torch.ones_like(new), new.new_ones(new.shape[0], T, *new.shape[2:])
+    w, after = linear_attention(
+        queries, new, ones, state=before, return_state=True, normalize=False, **options
+    )
     return w.squeeze(-1), after.k_sum.squeeze(-1)
 
 
@@ -269,7 +270,9 @@ class RfaMap(nn.Module):
         with without_autocast(x.device):
             x = x.to(accumulation_dtype(x.dtype))
             scale = self.scale.to(x.dtype).repeat_interleave(x.shape[-2] // len(self.scale), 0)
-            x = safe_divide(x, x.norm(dim=-1, keepdim=True)) * scale
+            zero = (x == 0).all(-1, keepdim=True)  # whose norm has no second derivative
+            length = torch.where(zero, 1, x).norm(dim=-1, keepdim=True)
+            x = torch.where(zero, 0, x / length) * scale
             if rotate is not None:
                 x = rotate(x)
             wx: Tensor = self.projection(x)
@@ -382,7 +385,7 @@ class RandomFeatureAttention(MultiHeadAttention[RfaState, Gate | None]):
         sums = own._asdict()
         if logits is None or log_decay is None:
             return Decayed(sums, own.k_sum.new_zeros(own.k_sum.shape[:2]))
-        _, weight = _weights(logits.to(k.dtype), None, options)
+        _, weight = _weights(0, logits.to(k.dtype), None, options)
         return Decayed({**sums, "weight": weight}, total_decay(log_decay, key_padding_mask))
 
     def step_heads(self, heads: Heads[Gate | None], state: RfaState) -> tuple[Tensor, RfaState]:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import group_norm, normalize
+from torch.nn.functional import group_norm
 
 from unrolled.attention._delta import beside_identity, split_transition
 from unrolled.attention._heads import NO_MASKS, of_every_head
@@ -218,7 +218,7 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
         q, f, v = (x.to(accumulation_dtype(x.dtype)) for x in heads[:3])
         log_decay, rate, *_ = heads.inputs
         f, v = of_every_head(f, self.n_heads), of_every_head(v, self.n_heads)
-        erased = normalize(f * self.erased.to(f.dtype), dim=-1)
+        erased = _unit(f * self.erased.to(f.dtype))
         k = f * (1 + (rate - 1) * self.replaced.to(f.dtype))
         return Rule(q, k, v, -erased, rate * erased, log_decay)
 
@@ -229,3 +229,8 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
         normed = group_norm(flat, self.n_heads, weight, bias, self.eps).view(o.shape)
         own = (rule.q * rule.k * self.bonus.to(o.dtype)).sum(-1, keepdim=True) * rule.v
         return ((normed + own) * heads.inputs.gate).to(self.mix.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Divide vectors by their lengths, as `normalize` does; its second derivative at 0 is NaN."""
+    return x * x.square().sum(-1, keepdim=True).clamp_min(1e-24).rsqrt()

@@ -40,7 +40,7 @@ from unrolled.ops.dense import Linear, linear
 from unrolled.ops.linear.chunked import safe_divide
 from unrolled.ops.masks import causal_mask, packed_mask
 from unrolled.ops.packing import segment_ids
-from unrolled.ops.precision import accumulation_dtype, without_autocast
+from unrolled.ops.precision import accumulation_dtype, exact_dtype, without_autocast
 from unrolled.ops.softmax import KVCache
 
 
@@ -83,11 +83,13 @@ class Rbf:
             raise ValueError(f"scale is {self.scale}, but must be above 0, so that closer keys weigh more")
 
     def __call__(self, q: Tensor, k: Tensor) -> Kernel:
-        """Compare all queries with all keys."""
+        """Compare all queries with all keys, in fp64 where the device has it: large vectors nearly cancel."""
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        dtype, exact = q.dtype, exact_dtype(q.device)
+        q, k = q.to(exact), k.to(exact)
         q_norm, k_norm = (x.square().sum(-1).transpose(1, 2) for x in (q, k))
         distance = q_norm.unsqueeze(-1) + k_norm.unsqueeze(-2) - 2 * _products(q, k)
-        return Kernel(q.new_ones(()), -scale * distance)
+        return Kernel(q.new_ones((), dtype=dtype), (-scale * distance).to(dtype))
 
 
 @dataclass(frozen=True)

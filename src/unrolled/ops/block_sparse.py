@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from unrolled.ops.checks import check_qkv, transforming, wrong
+from unrolled.ops.checks import check_qkv, may_read, transforming, wrong
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import average_and_lse
 from unrolled.ops.operators import differentiable_gradients
@@ -80,6 +80,8 @@ def block_sparse_attention(
     fits = blocks.dim() == 4 and blocks.shape[0] in (1, B) and blocks.shape[1] in (1, H)
     if blocks.dtype != torch.int64 or not fits or blocks.shape[2] != N:
         raise wrong("blocks", blocks, f"torch.int64 [{B}, {H}, {N}, L]")
+    if blocks.numel() and may_read(blocks) and int(blocks.max()) >= n_keys:
+        raise ValueError(f"blocks has {int(blocks.max())}, but must be below the {n_keys} blocks of keys")
     if key_padding_mask is not None:
         k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
     q, k, v, out_dtype = *promoted(q, k, v), v.dtype

@@ -24,6 +24,11 @@ class FeatureMap(nn.Module):
         self.head_dim = head_dim
         self.feature_dim = head_dim if feature_dim is None else feature_dim
 
+    @property
+    def replaced(self) -> bool:
+        """Whether this object has a map of its own, for example one that records the features."""
+        return not {"phi", "phi_q", "phi_k"}.isdisjoint(vars(self))
+
     def phi(self, x: Tensor) -> Tensor:
         """Map queries or keys `[..., D]`, in fp32 or fp64, to `[..., R]`."""
         raise NotImplementedError

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from unrolled.ops.checks import (
     check_device,
+    check_key_padding_mask,
     check_log_decay,
     check_qkv,
     check_state_tensor,
@@ -128,7 +129,7 @@ def linear_attention(
             is only checked on a CPU in eager mode, where reading values is cheap.
     """
     check_booleans(causal=causal, normalize=normalize)
-    q, k, phi = _apply(feature_map, q, k)
+    q, k, phi = _apply(feature_map, q, k, key_padding_mask)
     k, v, log_decay = _check_and_mask(q, k, v, log_decay, key_padding_mask, cu_seqlens, state, phi)
     _check_width(None if phi is None else feature_map, k.shape[-1])
     out_dtype = v.dtype
@@ -202,7 +203,7 @@ def linear_attention_reference(
     """
     causal, normalize = options.get("causal", False), options.get("normalize", True)
     if (feature_map := options.get("feature_map")) is not None:
-        q, k = feature_map.phi_q(q), feature_map.phi_k(k)
+        q, k = _mapped(feature_map, q, k, options.get("key_padding_mask"))
     log_decay, cu_seqlens, state = options.get("log_decay"), options.get("cu_seqlens"), options.get("state")
     k, v, log_decay = _check_and_mask(q, k, v, log_decay, options.get("key_padding_mask"), cu_seqlens, state)
     kv, k_sum = (None, None) if state is None else state
@@ -259,17 +260,27 @@ def _zero_state(q: Tensor, k: Tensor, v: Tensor, batch: int) -> LinearState:
     return LinearState(kv, kv.new_zeros(kv.shape[:3]))
 
 
-def _apply(feature_map: FeatureMap | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, str | None]:
+def _apply(
+    feature_map: FeatureMap | None, q: Tensor, k: Tensor, key_padding_mask: Tensor | None
+) -> tuple[Tensor, Tensor, str | None]:
     """Apply a map to q and k, or return its name if the operator can do that."""
     if feature_map is None:
         return q, k, None
     if not isinstance(feature_map, FeatureMap):
         raise wrong("feature_map", repr(feature_map), "a FeatureMap or None")
-    replaced = not {"phi", "phi_q", "phi_k"}.isdisjoint(vars(feature_map))  # e.g. to record features
     for name, kind in ELEMENTWISE.items():
-        if type(feature_map) is kind and not replaced:
+        if type(feature_map) is kind and not feature_map.replaced:
             return q, k, name
-    return feature_map.phi_q(q), feature_map.phi_k(k), None
+    return *_mapped(feature_map, q, k, key_padding_mask), None
+
+
+def _mapped(
+    feature_map: FeatureMap, q: Tensor, k: Tensor, key_padding_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if key_padding_mask is not None:  # NaN at padding would pass through the gradient of the map
+        check_key_padding_mask(key_padding_mask, *k.shape[:2])
+        k = without_padding(k, key_padding_mask)
+    return feature_map.phi_q(q), feature_map.phi_k(k)
 
 
 def _check_width(feature_map: FeatureMap | None, width: int) -> None:

@@ -48,7 +48,8 @@ def linear_attention_step(
     """
     q, k, v, *_ = token
     eager = inferring(*token)
-    fusible = q.dtype == k.dtype == v.dtype and type(feature_map) in native.FEATURE_MAPS
+    known = feature_map is None or (type(feature_map) in native.FEATURE_MAPS and not feature_map.replaced)
+    fusible = q.dtype == k.dtype == v.dtype and known
     if eager and fusible and prefers("native") and native.supports(q, v):
         return native.step(token, normalize, feature_map)
     if feature_map is not None:

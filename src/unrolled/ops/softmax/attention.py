@@ -20,7 +20,7 @@ from unrolled.ops.checks import check_attn_mask, check_qkv, transforming
 from unrolled.ops.masks import causal_mask, packed_mask, without_padding
 from unrolled.ops.operators import differentiable_gradients
 from unrolled.ops.options import check_booleans, check_finite
-from unrolled.ops.precision import promoted
+from unrolled.ops.precision import promoted, without_autocast
 from unrolled.ops.window import native
 from unrolled.ops.window import operator as window
 from unrolled.ops.window.blocks import Inputs, Options
@@ -89,7 +89,8 @@ def softmax_attention(
         if attn_mask.dtype == torch.bool:
             allowed = attn_mask
         else:
-            bias, allowed = attn_mask.to(q.dtype), attn_mask > -torch.inf
+            q, k, v, bias = promoted(q, k, v, attn_mask)  # q's type may not hold the numbers of the mask
+            allowed = bias > -torch.inf
     if key_padding_mask is not None:
         allowed = _both(allowed, ~key_padding_mask[:, None, None, :])
     if cu_seqlens is not None:
@@ -104,7 +105,8 @@ def softmax_attention(
     allowed = allowed | ~something
     mask = allowed if bias is None else bias.masked_fill(~allowed, -torch.inf).masked_fill(~something, 0)
     mask = mask[(None,) * (4 - mask.dim())]  # not expanded, as torch's fused kernels copy a mask
-    o = _sdpa(q, k, v, mask, False, scale, backend)
+    with nullcontext() if bias is None else without_autocast(q.device):
+        o = _sdpa(q, k, v, mask, False, scale, backend)
     return o.masked_fill(~something.expand(B, H, T, 1).transpose(1, 2), 0).to(out_dtype)
 
 
