@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 from commands import error, run, works
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import unrolled
 from unrolled import models
-from unrolled.cli import _options
+from unrolled.cli import _options, _sentence
 from unrolled.cli.run_config import JOBS
 from unrolled.data import Vocabulary
 from unrolled.decode import plan
@@ -127,7 +128,24 @@ def test_list_draws_the_pattern_of_a_mechanism(tmp_path: Path) -> None:
     file = tmp_path / "reads.png"
     works("list", "--draw", "window", "--set", "window=4", "--length", 16, "--out", file)
     assert file.read_bytes().startswith(b"\x89PNG")
-    assert "try a larger --length" in works("list", "--draw", "window", "--causal", "--out", file).stderr
+    small = works("list", "--draw", "window", "--length", 16, "--out", file)
+    assert "try a larger --length" in small.stderr
+    assert "try a larger" not in works("list", "--draw", "window", "--causal", "--out", file).stderr
+
+
+def test_memory_that_torch_cannot_allocate_is_said_in_plain_words() -> None:
+    with pytest.raises(RuntimeError) as full:
+        torch.empty(2**62, dtype=torch.uint8)  # more than any machine has
+    assert _sentence(full.value) == "the memory is full: make the model, the batch or the sequences smaller"
+
+
+def test_a_run_that_was_never_evaluated_has_no_model_yet(text_settings: list[str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    works("train", *text_settings, f"run_dir={run_dir}")
+    for name in ("config.json", "model.safetensors", "vocabulary.json"):  # written by the first evaluation
+        (run_dir / name).unlink()
+    for command in ("generate", "info", "evaluate"):
+        assert "holds no model yet: its training has not been evaluated" in error(command, run_dir)
 
 
 def test_a_model_of_another_kind_trains_and_generates(text_settings: list[str], tmp_path: Path) -> None:
@@ -301,11 +319,14 @@ def test_a_damaged_vocabulary_is_named(copied: Path) -> None:
         ("generate {trained} --num-samples 0", "num_samples is 0, but must be at least 1"),
         (f"generate {{trained}} --num-samples {10**6}", f"{10**6}, but must be at most 100000 in one call"),
         (f"generate {{trained}} --num-samples {10**20}", f"num_samples is {10**20}, but must be"),
-        ("generate {trained} --prompt 5€", "['€']"),
+        ("generate {trained} --prompt 5€", "the text has '€', which the vocabulary of 26 characters"),
+        ("generate {trained} --prompt=", "--prompt is empty, but must have a token"),
+        ("generate {trained} --prompt=\udcff", "--prompt is not valid UTF-8"),
         ("generate {trained} --out x.png", "--out is for images"),
         ("generate {trained} --device abacus", "--device abacus cannot be used here"),
         ("generate {empty}", "{empty} is not a run of unrolled train: it has no vocabulary.json"),
         ("info {empty}", "{empty} is not a model's folder"),
+        ("info {empty}/x", "{empty}/x is not a model's folder: it does not exist"),
         ("list --draw linear", "linear attention has no fixed pattern"),
         ("list --draw window --set size=4", "invalid options for window"),
         ("list --draw window --set causal=true", "invalid options for window"),

@@ -50,6 +50,18 @@ def check_file(file: Path, made_before: Callable[[], bool] = lambda: False, *, f
         )
 
 
+def incomplete(folder: Path, kind: str, file_name: str) -> str:
+    """Say in one sentence why a folder, which should be `kind`, lacks a file of a finished model."""
+    if (folder / "run.yaml").exists():
+        return (
+            f"{folder} holds no model yet: its training has not been evaluated; repeat its command, "
+            "or set a smaller train.eval_every"
+        )
+    if folder.is_dir():
+        return f"{folder} is not {kind}: it has no {file_name}"
+    return f"{folder} is not {kind}: it {'is a file' if folder.exists() else 'does not exist'}"
+
+
 def contents(folder: Path) -> set[str]:
     """Return the names in a folder, without hidden and temporary files."""
     if not folder.is_dir():

@@ -97,4 +97,6 @@ def main() -> None:
 def _sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if "can't allocate memory: you tried to allocate" in str(error):  # torch's words
+        return "the memory is full: make the model, the batch or the sequences smaller"
     return " ".join(str(error).split()) or type(error).__name__

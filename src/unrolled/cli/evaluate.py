@@ -107,3 +107,4 @@ def evaluate(
     )
     if out is not None:
         write_file(out, f"{json.dumps(figures, indent=1)}\n")
+        typer.echo(f"written: {out}")

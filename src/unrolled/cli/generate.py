@@ -112,7 +112,10 @@ def generate(
         if prompt is None and vocabulary.is_text:
             prompt = "\n"
         if not prompt:
-            raise ValueError("--prompt is missing, but required: this model has no start symbol")
+            given = "missing" if prompt is None else "empty"
+            raise ValueError(f"--prompt is {given}, but must have a token: this model has no start symbol")
+        if any("\ud800" <= character <= "\udfff" for character in prompt):  # bytes that the shell passed on
+            raise ValueError("--prompt is not valid UTF-8")
         ids = vocabulary.encode(prompt)
         _write(vocabulary, draw, prompt, ids, _room(model, ids, tokens), num_samples, stop or [])
     else:

@@ -35,7 +35,9 @@ def mechanisms(
     draw: Annotated[
         str | None, typer.Option(metavar="NAME", help="Draw which keys a sparse mechanism attends to.")
     ] = None,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens in the drawing; 64 by default.")] = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in the drawing; by default 64, 256 or 1,024.")
+    ] = None,
     causal: Annotated[bool, typer.Option("--causal", help="Draw the causal form.")] = False,
     options: Annotated[
         list[str] | None,
@@ -59,13 +61,16 @@ def mechanisms(
 
         path = Path(f"{draw}.png") if out is None else out
         check_picture(path, "list", force)
-        length = 64 if length is None else length
-        pattern = pattern_of(draw, length, run_config.read(None, options or []), causal=causal)
+        for tokens in (64, 256, 1024) if length is None else (length,):  # the first that is not dense
+            pattern = pattern_of(draw, tokens, run_config.read(None, options or []), causal=causal)
+            pairs = tokens * (tokens + 1) // 2 if causal else tokens * tokens
+            dense = int((pattern > 0).sum()) == len(pattern) * pairs
+            if not dense:
+                break
         image = pattern_image(pattern)
         write_file(path, image)
         typer.echo(f"drawn: {path}")
-        pairs = length * (length + 1) // 2 if causal else length * length
-        if int((pattern > 0).sum()) == len(pattern) * pairs:
+        if dense:
             typer.echo(
                 "the pattern is dense at this size: try a larger --length, or options with --set", err=True
             )

@@ -28,8 +28,9 @@ class Codec:
         ids = {character: i for i, character in enumerate(self.vocabulary)}
         unknown = sorted(set(text) - ids.keys())
         if unknown:
+            found = ", ".join(map(repr, unknown))
             raise ValueError(
-                f"text has the characters {unknown}, which are not among the {len(ids)} of the vocabulary"
+                f"the text has {found}, which the vocabulary of {len(ids)} characters does not have"
             )
         return torch.tensor([ids[character] for character in text], dtype=torch.long)
 

@@ -17,6 +17,7 @@ from unrolled.data._codec import Codec
 from unrolled.data._sound import FULL_SCALE, log_mel, read_sound
 from unrolled.data._tokenizer import TextTokenizer
 from unrolled.fields import Checked, Count, Size
+from unrolled.folders import incomplete
 
 if TYPE_CHECKING:
     from unrolled.models.saving import SavedModel
@@ -96,7 +97,7 @@ class Vocabulary(Checked):
         """
         path = run_dir / FILE_NAME
         if not path.exists():
-            raise ValueError(f"{run_dir} is not a run of unrolled train: it has no {FILE_NAME}")
+            raise ValueError(incomplete(run_dir, "a run of unrolled train", FILE_NAME))
         try:
             found = cls(**json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:

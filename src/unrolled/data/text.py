@@ -249,6 +249,6 @@ def _text(content: bytes, path: str | Path) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8 at byte {error.start} ({content[error.start]:#04x}): "
-            "read it with level='bytes'"
+            "read it with data.level=bytes"
         ) from error
     return text.replace("\r\n", "\n").replace("\r", "\n")

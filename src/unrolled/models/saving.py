@@ -12,6 +12,7 @@ from torch import nn
 
 from unrolled.contract import UnsupportedError
 from unrolled.files import load_tensors, read_header, save_tensors, write_file
+from unrolled.folders import incomplete
 from unrolled.models._budget import OverBudgetError, budget
 from unrolled.models.config import ModelConfig
 
@@ -131,7 +132,7 @@ def read_config(path: str | Path) -> dict[str, object]:
     """Read `config.json` of the model folder `path`: its "model" names the kind, the rest is the config."""
     file = Path(path) / CONFIG_FILE
     if not file.exists():
-        raise ValueError(f"{path} is not a model's folder: it has no {CONFIG_FILE}")
+        raise ValueError(incomplete(Path(path), "a model's folder", CONFIG_FILE))
     values = read_json(file)
     if not isinstance(values, dict) or not isinstance(values.get("model"), str):
         raise ValueError(f"{file} does not name a kind of model, but must be an object with a 'model'")

@@ -35,7 +35,7 @@ from unrolled.training.spread import Spread, local, part_of
 
 FILE = "last.safetensors"
 JSON_KEY = "unrolled.training"
-START_OVER = "(to start over: resume=False, or --fresh)"
+START_OVER = "(to start over, add --fresh; in Python, resume=False)"
 
 
 @dataclass

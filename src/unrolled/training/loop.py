@@ -174,7 +174,7 @@ class _Run:
                     self._save_checkpoint()
             self._save_checkpoint()
             if self.interrupted.is_set() and first:
-                bar.console.print(f"Stopped after step {p.step}; train again in {self.run_dir} to resume.")
+                bar.console.print(f"Stopped after step {p.step}. Repeat the command to resume.")
 
     @property
     def _done(self) -> float:
