@@ -171,3 +171,11 @@ def test_every_data_set_has_the_attributes_that_its_models_need(name: str) -> No
     says = {*dir(kind), *(field.name for field in fields(kind))}
     for model in run_config.JOBS[kind.task].kinds:
         assert set(KINDS[model].config_type.from_data().values()) <= says, model
+
+
+def test_none_is_null_and_other_words_that_begin_with_it_are_not():
+    overrides = ["train.seconds=None", "data.path=None.txt", "train.lr=1e-3"]
+    assert run_config.read(None, overrides) == {
+        "train": {"seconds": None, "lr": 0.001},
+        "data": {"path": "None.txt"},
+    }

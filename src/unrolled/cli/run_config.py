@@ -292,12 +292,16 @@ def _parse(text: str, source: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads `1e-3` as a number, as YAML 1.2 does; YAML 1.1 reads it as text, and requires `1.0e-3`."""
+    """Reads `1e-3` as a number, as YAML 1.2 does; YAML 1.1 reads it as text, and requires `1.0e-3`.
+
+    `None` is null, as in Python and in the messages of this library.
+    """
 
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
+_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"None$"), ["N"])
 
 
 def _check_keys(prefix: str, given: Iterable[str], valid: Sequence[str]) -> None:
