@@ -211,7 +211,7 @@ def test_a_given_runtime_is_checked_against_its_hashes(runtime):
         (["{run}", "out", "--webgpu"], "--webgpu and --runtime require --web"),
         (["{run}", "{run}", "out"], "2 runs were given, but must be one without --web"),
         (["{run}", "{run}", "out", "--web"], "have the same name"),
-        (["nowhere", "out", "--web"], "it has no vocabulary.json"),
+        (["nowhere", "out", "--web"], "it does not exist"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(run, arguments, message):

@@ -224,7 +224,7 @@ def test_characters_outside_the_vocabulary() -> None:
 
     http = client(served(text=VocabularyText(Vocabulary("text", characters=list("abc"))), vocab_size=3))
     answer = http.post(COMPLETIONS, json={"model": "book", "prompt": "abd"})
-    assert error(answer, 400)["message"].startswith("prompt: text has the characters ['d']")
+    assert error(answer, 400)["message"].startswith("prompt: the text has 'd'")
     answer = http.post(COMPLETIONS, json={"model": "book", "prompt": "abc" * 5_000 + "d"})
     assert error(answer, 400)["param"] == "prompt"
 
