@@ -9,6 +9,9 @@ CPP := $(wildcard native/*.h native/*.cc native/check/*)
 # One thread per process: the tests run in one process per core, and more threads than cores are slower.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 
+# torch keeps what it has compiled for later runs, and does not notice that an operator takes other arguments now.
+export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
+
 .PHONY: demo test test-compilers test-documents fuzz test-oracles test-ray test-scale test-serve test-store test-web test-wheel test-native test-neon wheel check format docs bench clean
 
 demo: $(VENV)/installed
