@@ -26,7 +26,7 @@ def feature_map(D=9, R=20, features="positive", heads=1):
     return FavorMap(D, features, Projection(heads, R, D, "orthogonal", 0))
 
 
-def inputs(sizes, dtype, seed, rows=None):
+def inputs(sizes, dtype, seed):
     """q, k, v, kv and k_sum. The products of q and k are small, so that the definition needs no shift."""
     (B, T, S, H, G, D, M, R), generator = sizes, torch.Generator().manual_seed(seed)
 

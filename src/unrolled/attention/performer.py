@@ -252,8 +252,8 @@ def favor_attention(
     peak = k_features.peak()
     if peak is not None:
         shift, log_decay, last = favor.shifts(peak, log_scale, causal, key_padding_mask, cu_seqlens)
-        if before is not None and not causal:  # otherwise it decays from key to key
-            before = LinearState(*favor.rescaled(*before, log_scale, last))
+        if before is not None:
+            before = LinearState(*favor.rescaled(*before, log_scale, last, causal))
         log_scale = last
         if key_padding_mask is not None:  # their shift makes the features of padded keys 0
             v, masks = without_padding(v, key_padding_mask), masks._replace(key_padding_mask=None)

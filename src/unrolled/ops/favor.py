@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import check_qkv, check_state_tensor, transforming, wrong
+from unrolled.ops.checks import check_state_tensor, transforming, wrong
 from unrolled.ops.dispatch import prefers
 from unrolled.ops.linear import check_state, native, packed
 from unrolled.ops.linear.chunked import Inputs, Options, OutputGradients
@@ -73,8 +73,10 @@ def log_decay_between(previous: Tensor, running: Tensor) -> Tensor:
     return (previous - running).masked_fill(previous == LOWEST, 0)
 
 
-def rescaled(kv: Tensor, k_sum: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a state relative to another maximum `[B,G]`."""
+def rescaled(kv: Tensor, k_sum: Tensor, before: Tensor, after: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return a state relative to the maximum `[B,G]` after the last key; if causal, its decay does this."""
+    if causal:
+        return kv, k_sum
     factor = (before - after).exp().unsqueeze(-1)
     return kv * factor.unsqueeze(-1), k_sum * factor
 
@@ -101,6 +103,8 @@ def favor_attention(
 ) -> tuple[Tensor, FavorState]:
     """Attend to keys by the features above, and return the state after the last key.
 
+    The caller has checked q, k, v, the mask and the offsets by `check_qkv`.
+
     Args:
         q: queries `[B,T,H,D]`.
         k: keys `[B,S,G,D]`.
@@ -116,7 +120,6 @@ def favor_attention(
     Raises:
         ValueError: shapes or types that do not fit each other, or a state with `cu_seqlens`.
     """
-    check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     (B, _, G, D), M, R = k.shape, v.shape[-1], rows.shape[1]
     if rows.shape not in ((1, R, D), (G, R, D)):
         raise wrong("rows", rows, f"[1, R, {D}] or [{G}, R, {D}] for keys of this width")
@@ -162,9 +165,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     constant = _log_size(rows)
     found = shifts(native.peaks(k, rows) + constant, log_scale, causal, padding, cu_seqlens)
     shift, log_decay = found.shift - constant, found.log_decay
-    if kv is not None and not causal:
-        kv, k_sum = rescaled(kv, k_sum, log_scale, found.last)
-    inputs = Inputs(q, k, v, log_decay, kv, k_sum)
+    state = (None, None) if kv is None else rescaled(kv, k_sum, log_scale, found.last, causal)
+    inputs = Inputs(q, k, v, log_decay, *state)
     outputs = native.forward(inputs, _options(cu_seqlens, causal), RandomFeatures(rows, shift))
     gates = shift.new_empty(0) if log_decay is None else log_decay
     return *outputs[:3], found.last, outputs.den, shift, gates
@@ -173,15 +175,14 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
 def _backward(*arguments: Any) -> list[Tensor]:
     *grads, q, k, v, kv, k_sum, rows, log_scale, _, cu_seqlens = arguments[:12]
     last, den, shift, log_decay, causal = arguments[12:]
-    if kv is not None and not causal:
-        kv, k_sum = rescaled(kv, k_sum, log_scale, last)
-    inputs = Inputs(q, k, v, log_decay if causal else None, kv, k_sum)
+    state = (None, None) if kv is None else rescaled(kv, k_sum, log_scale, last, causal)
+    inputs = Inputs(q, k, v, log_decay if causal else None, *state)
     options, random = _options(cu_seqlens, causal), RandomFeatures(rows, shift)
     outputs = OutputGradients(*grads)
     found = native.backward(outputs, inputs, den, options, random=random, gate_gradients=False)
     d_kv, d_k_sum = found.kv, found.k_sum
-    if kv is not None and not causal:
-        d_kv, d_k_sum = rescaled(d_kv, d_k_sum, log_scale, last)
+    if kv is not None:  # otherwise their gradients are ignored
+        d_kv, d_k_sum = rescaled(d_kv, d_k_sum, log_scale, last, causal)
     return [found.q, found.k, found.v, d_kv, d_k_sum]
 
 
@@ -191,11 +192,10 @@ def _plain(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         of_queries, of_keys = _exponents(q, rows), _exponents(k, rows)
         peak = of_keys.detach().amax(-1) + _log_size(rows)
         shift, log_decay, last = shifts(peak, log_scale, causal, padding, cu_seqlens)
-        if kv is not None and not causal:
-            kv, k_sum = rescaled(kv, k_sum, log_scale, last)
         phi_q = (of_queries - of_queries.detach().amax(-1, keepdim=True)).exp()
         phi_k = (of_keys + (_log_size(rows) - shift).unsqueeze(-1)).exp()
-        inputs = Inputs(phi_q, phi_k, v.float(), log_decay, kv, k_sum)
+        state = (None, None) if kv is None else rescaled(kv, k_sum, log_scale, last, causal)
+        inputs = Inputs(phi_q, phi_k, v.float(), log_decay, *state)
         o, kv, k_sum, _ = packed.forward(inputs, _options(cu_seqlens, causal))
         return o.to(v.dtype), kv, k_sum
 

@@ -28,7 +28,7 @@ from unrolled.ops.precision import accumulation_dtype, without_autocast
 
 ABSENT = -1  # the bucket of padding
 
-MASKED = -1e30  # the score of a key that a query does not read: torch is slow with minus infinity
+MASKED = -1e30  # the score of a key that is not read: finite, since a query may have no other
 
 CPU_SCORES = 2**18  # scores that are computed at once: 1 MB, which fits the cache
 
