@@ -10,6 +10,7 @@ import pytest
 from unrolled import data
 from unrolled.cli import run_config
 from unrolled.fields import FromData
+from unrolled.folders import RUN_FILE
 from unrolled.models import KINDS, Decoder, PerceiverAR
 from unrolled.models.config import ModelConfig
 
@@ -72,7 +73,7 @@ def test_a_saved_run_is_a_config_of_the_same_run(settings: list[str]) -> None:
     again = run_config.resolve(run_config.read_saved(run.run_dir))
     for part in ("model", "train", "data", "run_dir"):
         assert getattr(again, part) == getattr(run, part)
-    assert [file.name for file in run.run_dir.iterdir()] == [run_config.FILE_NAME]
+    assert [file.name for file in run.run_dir.iterdir()] == [RUN_FILE]
 
 
 @pytest.mark.parametrize(

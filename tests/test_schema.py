@@ -12,6 +12,7 @@ from commands import error, works
 
 from unrolled import data
 from unrolled.cli import run_config
+from unrolled.folders import RUN_FILE
 from unrolled.models import KINDS
 
 ROOT = Path(__file__).parent.parent
@@ -67,7 +68,7 @@ def test_a_run_that_train_wrote_is_valid(
 ) -> None:
     run = run_config.resolve(run_config.read(None, [*settings, f"run_dir={tmp_path}"]))
     run.save()
-    validator.validate(run_config.read(tmp_path / run_config.FILE_NAME, []))
+    validator.validate(run_config.read(tmp_path / RUN_FILE, []))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from unrolled.files import system_errors
 
+RUN_FILE = "run.yaml"
+"""The file of a run that has all its settings."""
+
 LOCK = ".lock"
 STAGING = ".unrolled-staging"
 
@@ -52,7 +55,7 @@ def check_file(file: Path, made_before: Callable[[], bool] = lambda: False, *, f
 
 def incomplete(folder: Path, kind: str, file_name: str) -> str:
     """Say in one sentence why a folder, which should be `kind`, lacks a file of a finished model."""
-    if (folder / "run.yaml").exists():
+    if (folder / RUN_FILE).exists():
         return (
             f"{folder} holds no model yet: its training has not been evaluated; repeat its command, "
             "or set a smaller train.eval_every"

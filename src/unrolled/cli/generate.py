@@ -114,8 +114,10 @@ def generate(
         if not prompt:
             given = "missing" if prompt is None else "empty"
             raise ValueError(f"--prompt is {given}, but must have a token: this model has no start symbol")
-        if any("\ud800" <= character <= "\udfff" for character in prompt):  # bytes that the shell passed on
-            raise ValueError("--prompt is not valid UTF-8")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:  # the shell passed on bytes that are not UTF-8
+            raise ValueError("--prompt is not valid UTF-8") from None
         ids = vocabulary.encode(prompt)
         _write(vocabulary, draw, prompt, ids, _room(model, ids, tokens), num_samples, stop or [])
     else:

@@ -60,8 +60,9 @@ def _kernels() -> str:
 def _run(run_dir: Path) -> dict[str, Any]:
     import torch
 
-    from unrolled.cli.run_config import FILE_NAME, JOBS, unit
+    from unrolled.cli.run_config import JOBS, unit
     from unrolled.decode import load_model
+    from unrolled.folders import RUN_FILE
     from unrolled.ops.state import nbytes
     from unrolled.training import read_log
 
@@ -80,7 +81,7 @@ def _run(run_dir: Path) -> dict[str, Any]:
                 ids = torch.zeros(1, tokens, dtype=torch.long)
                 _, state = model.prefill(ids, model.init_state(1))
                 described[f"state after {tokens}"] = f"{nbytes(state):,} bytes per sequence"
-    settings = run_dir / FILE_NAME
+    settings = run_dir / RUN_FILE
     if settings.exists():
         described["settings"] = settings.read_text(encoding="utf-8").rstrip()
     return described

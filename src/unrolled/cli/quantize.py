@@ -39,9 +39,8 @@ def quantize(
       unrolled quantize runs/book --weights int4 --out book4
     """
     from unrolled.cli._models import load_for
-    from unrolled.cli.run_config import FILE_NAME
     from unrolled.decode import packed_form, plan
-    from unrolled.folders import check_folder, writing_folder
+    from unrolled.folders import RUN_FILE, check_folder, writing_folder
     from unrolled.models.saving import PLAN_FILE, WEIGHTS_FILE
 
     source = Path(run_dir)
@@ -56,8 +55,8 @@ def quantize(
     check_folder(out, f"the same weights of {source}", lambda: _same(out, planned), force=force)
     with writing_folder(out) as folder:
         planned.save(folder)
-        if (source / FILE_NAME).exists():
-            shutil.copyfile(source / FILE_NAME, folder / FILE_NAME)
+        if (source / RUN_FILE).exists():
+            shutil.copyfile(source / RUN_FILE, folder / RUN_FILE)
     before, after = (
         (folder / name).stat().st_size for folder, name in ((source, WEIGHTS_FILE), (out, PLAN_FILE))
     )

@@ -23,6 +23,7 @@ from unrolled import data
 from unrolled.cli import recipes
 from unrolled.fields import field_types
 from unrolled.files import write_file
+from unrolled.folders import RUN_FILE
 from unrolled.models import KINDS
 from unrolled.models.config import ModelConfig
 from unrolled.models.saving import CONFIG_FILE, WEIGHTS_FILE, SavedModel
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     import torch
 
 SECTIONS = ("data", "model", "train", "run_dir")
-FILE_NAME = "run.yaml"
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Run:
         """
         text = yaml.safe_dump(self.settings(), sort_keys=False, allow_unicode=True)
         try:
-            write_file(self.run_dir / FILE_NAME, text)
+            write_file(self.run_dir / RUN_FILE, text)
         except OSError as error:
             raise ValueError(f"run_dir {self.run_dir} cannot be written to: {error.strerror}") from error
 
@@ -159,9 +159,9 @@ def read_saved(run_dir: Path, data_dir: Path | None = None) -> dict[str, Any]:
     Raises:
         ValueError: `run_dir` is not the folder of a run.
     """
-    file = run_dir / FILE_NAME
+    file = run_dir / RUN_FILE
     if not file.exists():
-        raise ValueError(f"{run_dir} is not a run folder of unrolled train: it has no {FILE_NAME}")
+        raise ValueError(f"{run_dir} is not a run folder of unrolled train: it has no {RUN_FILE}")
     return read(file, [], data_dir)
 
 

@@ -103,7 +103,7 @@ def train(
     from unrolled.cli import run_config
     from unrolled.cli._device import choose
     from unrolled.cli._wandb import Tracker
-    from unrolled.folders import check_folder, contents
+    from unrolled.folders import RUN_FILE, check_folder, contents
     from unrolled.models.saving import PLAN_FILE, WEIGHTS_FILE
     from unrolled.training.processes import joined
 
@@ -115,7 +115,7 @@ def train(
             def made_before() -> bool:
                 found = contents(run.run_dir)
                 begun = {"last.safetensors", "last.json"} & found or not {WEIGHTS_FILE, PLAN_FILE} & found
-                return run_config.FILE_NAME in found and bool(begun)
+                return RUN_FILE in found and bool(begun)
 
             if processes.first:
                 what = "a run of unrolled train with its checkpoint"
