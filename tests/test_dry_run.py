@@ -93,6 +93,7 @@ def test_a_run_is_gone_on_from_or_begun_afresh() -> None:
         ["train.lr=1e30", "train.warmup_steps=0"],
         ["run_dir=full"],
         ["--device", "nowhere"],
+        ["model.d_model=4000000"],
     ],
 )
 def test_what_train_refuses_is_refused_in_the_same_words(wrong: list[str], tmp_path: Path) -> None:

@@ -173,6 +173,13 @@ def test_the_bar_shows_loss_speed_and_time_left(tmp_path, capfd):
     assert "tokens/s" in shown
 
 
+def test_a_run_that_has_ended_says_so(tmp_path, capfd):
+    train(StandIn(), Cycles(), config(steps=2), tmp_path)
+    assert "already" not in capfd.readouterr().err
+    train(StandIn(), Cycles(), config(steps=2), tmp_path)
+    assert "The run already ended, after step 2." in capfd.readouterr().err
+
+
 def test_tensorboard_is_an_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UnsupportedError, match=r"run pip install '\.\[tensorboard\]' in a clone"):

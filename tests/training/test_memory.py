@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from unrolled.training import memory
+
 PROGRAM = """
 import resource
 import torch
@@ -44,3 +46,16 @@ def test_freed_memory_is_kept_unless_the_environment_says_otherwise():
     returned, faults_otherwise = run(MALLOC_TRIM_THRESHOLD_="131072")
     assert not returned
     assert faults < faults_otherwise / 2
+
+
+def test_the_memory_is_that_of_the_container_if_it_is_less(monkeypatch, tmp_path):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(memory, "CONTAINER_LIMIT", limit)
+    whole = memory.machine_bytes()
+    assert whole > 2**28
+    limit.write_text("max\n")
+    assert memory.machine_bytes() == whole
+    limit.write_text(f"{2**60}\n")
+    assert memory.machine_bytes() == whole
+    limit.write_text("1000000\n")
+    assert memory.machine_bytes() == 1_000_000

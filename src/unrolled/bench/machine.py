@@ -16,6 +16,7 @@ from unrolled.bench.measure import take_turns
 from unrolled.ops import native
 from unrolled.ops.processor import description
 from unrolled.threads import cpu_threads
+from unrolled.training.memory import machine_bytes
 
 BUFFER = 1 << 28  # bytes, far more than the last-level cache holds
 PEERS = ("pytorch-fast-transformers", "fla-core", "onnxruntime", "triton", "numpy")
@@ -89,7 +90,7 @@ def describe(settings: Settings) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d %H:%M:%S%z"),
         "processor": processor(),
         "cores": os.cpu_count(),
-        "memory_bytes": _memory(),
+        "memory_bytes": machine_bytes(),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "kernels": native.missing() or native.instruction_set(),
         "system": platform.platform(terse=True),
@@ -121,13 +122,6 @@ def processor() -> str:
     lines = description().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _memory() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError):  # not on every system
-        return None
 
 
 def _version(package: str) -> str | None:

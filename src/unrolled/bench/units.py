@@ -8,7 +8,7 @@ def brief_time(seconds: float) -> str:
 
 def size(nbytes: float) -> str:
     """Write a number of bytes, in powers of ten: "34.9 kB"."""
-    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if nbytes >= 0.9995 * factor:  # which rounds to 1 of this unit
             return f"{nbytes / factor:.3g} {unit}"
     return f"{nbytes:.3g} bytes"

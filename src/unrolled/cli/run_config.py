@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import yaml
 
 from unrolled import data
+from unrolled.bench.units import size
 from unrolled.cli import recipes
 from unrolled.fields import field_types
 from unrolled.files import write_file
@@ -28,6 +29,7 @@ from unrolled.models import KINDS
 from unrolled.models.config import ModelConfig
 from unrolled.models.saving import CONFIG_FILE, WEIGHTS_FILE, SavedModel
 from unrolled.training import TrainConfig
+from unrolled.training.memory import machine_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -91,13 +93,32 @@ class Run:
         return found
 
     def new_model(self, device: "torch.device") -> Any:
-        """Make the model with its initial weights, which follow from the seed."""
+        """Make the model with its initial weights, which follow from the seed.
+
+        Raises:
+            ValueError: its weights and gradients do not fit into memory.
+        """
         import torch
 
+        self._check_memory()
         torch.manual_seed(self.train.seed)
         model: Any = self.kind(self.model).to(device)
         self.dataset.vocabulary.attach(model)
         return model
+
+    def _check_memory(self) -> None:
+        """Raise ValueError if the model is too large to train here; Linux would kill the process."""
+        import torch
+
+        with torch.device("meta"):  # which has shapes only
+            parameters = list(self.kind(self.model).parameters())
+        needed = 2 * sum(x.nbytes for x in parameters)
+        if (memory := machine_bytes()) is not None and needed > memory:
+            count = sum(x.numel() for x in parameters)
+            raise ValueError(
+                f"the model has {count:,} parameters, which take {size(needed)} with their gradients, but "
+                f"this machine has {size(memory)} of memory: make the model smaller"
+            )
 
     def begin(self, resumed: bool) -> None:
         """Write `run_dir/run.yaml`; unless the run is resumed, remove the model that an earlier run wrote.

@@ -109,14 +109,14 @@ def _is_line(found: object) -> bool:
 
 
 def progress_bar(enabled: bool) -> Progress:
-    """Make a bar on stderr that shows steps or seconds, loss, tokens per second and time left."""
+    """Make a bar on stderr that shows steps or seconds, loss, speed and time left."""
     return Progress(
         TextColumn("[bold]training"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[unit]}"),
         TextColumn("loss {task.fields[loss]}"),
-        TextColumn("{task.fields[speed]} tokens/s"),
+        TextColumn("{task.fields[speed]}"),
         TimeRemainingColumn(),
         console=Console(stderr=True),
         disable=not enabled,

@@ -145,8 +145,8 @@ class _Run:
         """Train to the end, or to a signal, and write a checkpoint."""
         p, config, first = self.state.progress, self.config, self.state.processes.first
         self.flops_per_token = flops_per_token(self.state.model)
-        speed = speed_of_products(self.state.device, bf16=config.bf16)
-        self.processors = self.state.processes.sum([speed])[0]
+        products = speed_of_products(self.state.device, bf16=config.bf16)
+        self.processors = self.state.processes.sum([products])[0]
         self.started = config.now() - p.seconds
         if not resumed:
             self._save_checkpoint()  # so that a run killed early restarts from the same weights
@@ -163,10 +163,13 @@ class _Run:
             total, unit = (config.steps, "steps") if config.seconds is None else (config.seconds, "s")
             task = bar.add_task("", total=total, completed=int(self._done), unit=unit, loss="-", speed="-")
             self.state.model.train()
+            if first and config.is_over(p.step, p.seconds):
+                bar.console.print(f"The run already ended, after step {p.step}.")
             self._evaluate_if_due(log)
             while not config.is_over(p.step, p.seconds) and not self.interrupted.is_set():
                 loss = self._step(log)
-                bar.update(task, completed=self._done, loss=f"{loss:.3f}", speed=f"{p.recent.speed:,.0f}")
+                speed = f"{p.recent.speed:,.0f} {'tokens' if p.recent.read else 'targets'}/s"
+                bar.update(task, completed=self._done, loss=f"{loss:.3f}", speed=speed)
                 if p.step % config.log_every == 0:
                     p.recent = checkpoint.Recent()
                 self._evaluate_if_due(log)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 STATUS = Path("/proc/self/status")  # Linux only
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a Linux container; "max" if there is no limit
 
 # Parameters of glibc's `mallopt`, and the variables of the environment that set them.
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
@@ -36,6 +37,16 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     # No memory outside the heap, and a heap that never shrinks.
     return mallopt is not None and bool(mallopt(_MMAP_MAX, 0) and mallopt(_TRIM_THRESHOLD, -1))
+
+
+def machine_bytes() -> int | None:
+    """Return the memory that this machine or container has, or None where the system does not report it."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError):  # not on every system
+        return None
+    limit = CONTAINER_LIMIT.read_text(encoding="ascii").strip() if CONTAINER_LIMIT.exists() else ""
+    return min(total, int(limit)) if limit.isdecimal() else total
 
 
 def process_bytes(field: str) -> int:
