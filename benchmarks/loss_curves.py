@@ -1,7 +1,7 @@
 """Print and plot the validation losses of training runs at each step, side by side.
 
-    unrolled train data.name=text train.eval_every=340 run_dir=runs/bf16
-    unrolled train data.name=text train.eval_every=340 train.bf16=false run_dir=runs/fp32
+    unrolled train data.name=text data.order=drawn train.eval_every=340 run_dir=runs/bf16
+    unrolled train data.name=text data.order=drawn train.eval_every=340 train.bf16=false run_dir=runs/fp32
     python benchmarks/loss_curves.py runs/bf16 runs/fp32 --out loss_curves.png
 
 The table has the steps that all runs have. The plot is written to the file given by --out.

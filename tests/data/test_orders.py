@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from unrolled.data._mixture import BLOCK, drawn_sources
 from unrolled.data._permutation import permuted
-from unrolled.data._windows import consecutive, shuffled
+from unrolled.data._windows import consecutive, shifted, shuffled
 
 KEY = st.integers(0, 2**40)
 
@@ -53,6 +53,27 @@ def test_an_epoch_has_every_window_once(size: int, batch_size: int, seed: int) -
     )
     for epoch in range(3):
         assert sorted(found[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+@given(length=st.integers(1, 40), more=st.integers(0, 500), seed=KEY)
+def test_the_windows_of_an_epoch_follow_one_another(length: int, more: int, seed: int) -> None:
+    size = length + more
+    count = max(1, size // length - 1)
+    for epoch in range(3):
+        places = np.arange(epoch * count, (epoch + 1) * count)
+        found = shifted(size, length, places, seed)
+        starts = np.sort(found)
+        assert (np.diff(starts) == length).all()
+        assert starts[0] >= 0
+        assert starts[-1] + length <= size
+        assert size - count * length < 2 * length
+        one_by_one = [int(shifted(size, length, places[i : i + 1], seed)[0]) for i in range(min(count, 5))]
+        assert found[:5].tolist() == one_by_one
+
+
+def test_epochs_begin_at_every_offset_equally_often() -> None:
+    first = [int(shifted(9, 4, np.array([epoch]), seed=0)[0]) for epoch in range(3_000)]
+    assert np.bincount(first, minlength=6) == pytest.approx([500] * 6, abs=103)  # 5 standard deviations
 
 
 @given(size=st.integers(1, 60), batch_size=st.integers(1, 20), seed=KEY)

@@ -86,9 +86,10 @@ def test_decode_undoes_encode(text, level):
     assert codec.decode(ids) == codec.decode(ids.tolist()) == text
 
 
-def test_windows_are_pieces_of_their_own_part_and_reach_all_of_it(tmp_path):
+@pytest.mark.parametrize("order", ["random", "drawn"])
+def test_windows_are_pieces_of_their_own_part_and_reach_all_of_it(tmp_path, order):
     text = "".join(chr(0x100 + i) for i in range(100))  # every character tells its place
-    dataset = TextDataset(write(tmp_path, text), length=7, val_fraction=0.3)
+    dataset = TextDataset(write(tmp_path, text), length=7, val_fraction=0.3, order=order)
     for split, (first, last) in {"train": (0, 69), "val": (70, 99)}.items():
         inputs, targets, *_ = dataset.batch(split, step=0, batch_size=2_000, seed=0)
         assert torch.equal(targets, inputs + 1)
@@ -261,7 +262,7 @@ def test_the_real_wikitext(real_data):
         ({"level": "bpe", "vocab_size": 256}, "vocab_size is 256, but must be at least 257 with level='bpe'"),
         ({"vocab_size": 12}, r"vocab_size is 12, but .*file.txt has 10 characters: leave it out, or choose"),
         ({"vocab_size": 10, "level": "bytes"}, "vocab_size is 10, but .* has 256 bytes"),
-        ({"order": "sorted"}, "order is 'sorted', but must be one of 'random', 'consecutive'"),
+        ({"order": "sorted"}, "order is 'sorted', but must be one of 'random', 'consecutive', 'drawn'"),
         (
             {"level": "bpe", "length": 500},
             "length is 500, but must be less than the .* tokens of the train part",

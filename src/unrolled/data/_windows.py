@@ -38,6 +38,24 @@ def shuffled(size: int, places: np.ndarray, *key: int) -> np.ndarray:
     return found
 
 
+def shifted(size: int, length: int, places: np.ndarray, seed: int) -> np.ndarray:
+    """Return where windows begin in a sequence, for an endless stream of epochs.
+
+    The windows of an epoch follow one another from an offset drawn from (seed, epoch), and stand in random
+    order. An epoch leaves out fewer than 2 `length` elements, at the two ends of the sequence.
+
+    Args:
+        size: number of elements of the sequence, at least `length`.
+        length: number of elements of a window.
+        places: int64 [B], places in the stream.
+        seed: determines the offsets and the orders.
+    """
+    count = max(1, size // length - 1)
+    epochs = places // count
+    offsets = {e: np.random.default_rng((seed, e)).integers(size - count * length + 1) for e in set(epochs)}
+    return shuffled(count, places, seed, 0) * length + [offsets[e] for e in epochs]
+
+
 def consecutive(size: int, *, step: int, batch_size: int, seed: int) -> Windows:
     """Return the windows of batch `step` if every row continues that of the previous batch.
 

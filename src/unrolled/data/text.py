@@ -17,7 +17,7 @@ from unrolled.data._codec import Codec
 from unrolled.data._files import PublishedFile, read_file, read_published
 from unrolled.data._tokenizer import BLANKS, DEFAULT_SIZE, SMALLEST, WORDS, TextTokenizer, pieces
 from unrolled.data._vocabulary import Vocabulary
-from unrolled.data._windows import Order, consecutive
+from unrolled.data._windows import Order, consecutive, shifted
 from unrolled.fields import Size
 
 Level = Literal["chars", "bytes", "bpe", "words", "blanks"]
@@ -74,8 +74,9 @@ class TextDataset(BaseDataset):
         vocab_size: for "bpe", the largest number of ids, at least 257 and by default 8,000. For "words" and
             "blanks", the largest number of ids, one of which is "<unk>"; by default, each word that occurs at
             least twice has an id. For the other levels, the text determines it.
-        order: "random" draws training windows with replacement; with "consecutive", each row of a batch
-            continues where the same row of the previous batch ended.
+        order: "random" cuts the text into windows anew for each epoch, which has each window once in random
+            order; "drawn" draws windows with replacement; with "consecutive", each row of a batch continues
+            where the same row of the previous batch ended.
 
     Raises:
         ImportError: `level` is "bpe", "words" or "blanks" and the library `tokenizers` is not installed.
@@ -89,7 +90,7 @@ class TextDataset(BaseDataset):
     val_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
     data_dir: str | Path | None = None
     vocab_size: Size | None = None
-    order: Order = "random"
+    order: Literal[Order, "drawn"] = "random"
     val_path: str | Path | None = None
 
     task: ClassVar[Task] = "tokens"
@@ -148,8 +149,10 @@ class TextDataset(BaseDataset):
         ids = self._ids[split]
         continues = None
         if self.order == "random":
-            drawn = np.random.default_rng((seed, step))
-            starts = drawn.integers(len(ids) - self.length, size=batch_size)
+            places = step * batch_size + np.arange(batch_size)
+            starts = shifted(len(ids) - 1, self.length, places, seed)
+        elif self.order == "drawn":
+            starts = np.random.default_rng((seed, step)).integers(len(ids) - self.length, size=batch_size)
         else:
             size = (len(ids) - 1) // self.length
             numbers, reads_on = consecutive(size, step=step, batch_size=batch_size, seed=seed)
