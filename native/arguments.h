@@ -179,6 +179,25 @@ struct Rotary {
     void* y;                        // as x, contiguous
 };
 
+// Heads scaled to a length: n = f(x) * length / sqrt(|f(x)|^2 + eps), y = n * weight * g(gate).
+struct HeadScale {
+    int64_t rows, tokens, heads, width;
+    int32_t type, gate_type, activation, gate_function, threads;  // activation: f is silu, else the identity
+    float length, eps;
+    Tensor x, gate;       // [rows, tokens, heads, width]; gate.data may be null
+    const float* weight;  // [heads, width] or null
+};
+
+struct HeadScaleOutputs {
+    float* y;  // [rows, tokens, heads, width]
+};
+
+struct HeadScaleGradients {
+    const float* y;      // gradient of the output, contiguous
+    void *d_x, *d_gate;  // in the types of x and the gate; d_gate is null without a gate
+    float* d_weight;     // null without a weight
+};
+
 // Linear layer y = x W^T + b. All arrays are contiguous.
 struct Dense {
     int64_t rows, inputs, outputs;

@@ -23,6 +23,8 @@ Status EXPORTED(window_backward)(const Window*, const WindowGradients*);
 Status EXPORTED(conv_forward)(const Conv*, const ConvOutputs*);
 Status EXPORTED(conv_backward)(const Conv*, const ConvGradients*);
 Status EXPORTED(rotary)(const Rotary*);
+Status EXPORTED(head_scale)(const HeadScale*, const HeadScaleOutputs*);
+Status EXPORTED(head_scale_backward)(const HeadScale*, const HeadScaleGradients*);
 Status EXPORTED(dense)(const Dense*);
 Status EXPORTED(decode)(const Program*, const Tokens*);
 Status EXPORTED(decode_on)(const Program*, const Continuation*);

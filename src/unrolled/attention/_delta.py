@@ -5,14 +5,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, silu
+from torch.nn.functional import pad
 
 from unrolled.attention._heads import of_every_head
 from unrolled.attention._state import advance
 from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.ops.delta import delta_rule, operator
-from unrolled.ops.precision import accumulation_dtype
+from unrolled.ops.head_scale import scale_heads
 from unrolled.ops.sequence import Transformed
+
+SMALLEST_SQUARE = 1e-6  # added to squared lengths: a vector close to 0 becomes shorter than the others
 
 
 class DeltaState(NamedTuple):
@@ -77,9 +79,9 @@ class DeltaRule(MultiHeadAttention[DeltaState, Rates]):
     def _rule(self, heads: Heads[Rates]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Compute the inputs of the rule: scaled q, k of length 1, v in at least fp32, and the rates."""
         q, k, v, positions, (beta, log_decay), _ = heads
-        if self.short_conv is None:
-            q, k = _wide_silu(q), _wide_silu(k)
-        q, k = _unit(q, self.head_dim**-0.5), _unit(k)
+        activation = self.short_conv is None
+        q = scale_heads(q, self.head_dim**-0.5, SMALLEST_SQUARE, activation=activation)
+        k = scale_heads(k, 1.0, SMALLEST_SQUARE, activation=activation)
         if k.shape[-2] < v.shape[-2]:
             q, k = of_every_head(q, self.n_heads), of_every_head(k, self.n_heads)
         if positions is not None:
@@ -112,12 +114,3 @@ def random_decay_biases(*sizes: int) -> Tensor:
     """Draw biases whose softplus is log-uniform from 0.001 to 0.1, the initial values of Mamba-2."""
     return torch.empty(sizes).uniform_(math.log(1e-3), math.log(1e-1)).exp().expm1().log()
 
-
-def _wide_silu(x: Tensor) -> Tensor:
-    return silu(x.to(accumulation_dtype(x.dtype)))
-
-
-def _unit(x: Tensor, length: float = 1.0) -> Tensor:
-    """Scale vectors x to a length; those close to 0 become shorter than that."""
-    x = x.to(accumulation_dtype(x.dtype))
-    return x * ((x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() * length)

@@ -35,7 +35,7 @@ With `rotary`, queries and keys are rotated after they are scaled to length 1, w
 from typing import Unpack
 
 from torch import Tensor, nn
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import softplus
 
 from unrolled.attention._delta import DeltaRule, Rates, random_decay_biases, random_log_paces
 from unrolled.attention._heads import check_groups
@@ -107,7 +107,5 @@ class DeltaNet(DeltaRule):
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
         """Normalise each head, gate it if configured, and project back."""
-        o = self.norm(o)
-        if self.gated:
-            o = o * silu(self.gate_proj(x).unflatten(-1, o.shape[-2:]))
-        return super().merge_heads(o, x)
+        gate = self.gate_proj(x).unflatten(-1, o.shape[-2:]) if self.gated else None
+        return super().merge_heads(self.norm(o, gate), x)

@@ -20,7 +20,7 @@ Equals softmax attention: never. With alpha = 1, without norm and gate, it is un
 from typing import NamedTuple, Unpack
 
 from torch import Tensor
-from torch.nn.functional import logsigmoid, silu
+from torch.nn.functional import logsigmoid
 
 from unrolled.attention._options import ONE_WAY
 from unrolled.attention._state import total_decay
@@ -98,8 +98,7 @@ class GatedLinearAttention(MultiHeadAttention[GatedLinearState, Decay]):
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
         """Normalise each head, gate it, and project."""
-        gate = silu(self.gate_proj(x)).reshape(o.shape)
-        return super().merge_heads(self.head_norm(o) * gate, x)
+        return super().merge_heads(self.head_norm(o, self.gate_proj(x).reshape(o.shape)), x)
 
     def init_heads(self, batch_size: int) -> GatedLinearState:
         """Make the state of `batch_size` sequences before their first token: zeros."""

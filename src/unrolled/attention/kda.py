@@ -55,6 +55,7 @@ class KimiDeltaAttention(DeltaRule):
 
     supports = CAUSAL_RECURRENCE.but(reads_input=True, sequence=True)
     one_way = ONE_WAY
+    not_decayed = ("decay_bias",)
     no_rotary = (
         "channels that decay at different rates cannot be rotated into each other; use delta_net, which has "
         "one rate per head"
@@ -92,6 +93,5 @@ class KimiDeltaAttention(DeltaRule):
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
         """Normalise each head, gate it, and project back."""
-        o = self.norm(o)
-        gate = torch.sigmoid(self.gate_up(self.gate_down(x)))
-        return super().merge_heads(o * torch.unflatten(gate, -1, o.shape[-2:]), x)
+        gate = torch.unflatten(self.gate_up(self.gate_down(x)), -1, o.shape[-2:])
+        return super().merge_heads(self.norm(o, gate, "sigmoid"), x)

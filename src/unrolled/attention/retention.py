@@ -27,7 +27,6 @@ from typing import Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from unrolled.attention._heads import KeyMasks
 from unrolled.attention._options import ONE_WAY, HeadOptions
@@ -183,8 +182,7 @@ class Retention(MultiHeadAttention[RetentionState, None]):
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
         """Normalise each head, gate it, and project."""
-        gate = silu(self.gate_proj(x)).reshape(o.shape)
-        return super().merge_heads(self.head_norm(o) * gate, x)
+        return super().merge_heads(self.head_norm(o, self.gate_proj(x).reshape(o.shape)), x)
 
     def init_heads(self, batch_size: int) -> RetentionState:
         """Make the state of `batch_size` sequences before their first token: zeros."""

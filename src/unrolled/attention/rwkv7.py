@@ -36,12 +36,14 @@ from unrolled.contract import CAUSAL_RECURRENCE
 from unrolled.ops.conv import causal_conv_step
 from unrolled.ops.dense import Linear
 from unrolled.ops.dplr import dplr, dplr_step
+from unrolled.ops.head_scale import scale_heads
 from unrolled.ops.options import check_finite, check_integers
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.sequence import Transformed, causal_conv
 
 MIXTURES = {"r": 0.2, "k": 0.7, "v": 0.7, "w": 0.9, "a": 0.9, "g": 0.2}
 """For each mixture, the exponent of its initial mu: channel c of d has mu = 1 - (c/d)^exponent."""
+SMALLEST_SQUARE = 1e-24  # added to squared lengths, so that a vector of zeros stays one
 
 
 class RWKV7State(NamedTuple):
@@ -98,6 +100,7 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
     )
 
     mixes_input = True
+    not_decayed = ("mix", "erased", "replaced", "bonus")
 
     def __init__(
         self,
@@ -218,7 +221,7 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
         q, f, v = (x.to(accumulation_dtype(x.dtype)) for x in heads[:3])
         log_decay, rate, *_ = heads.inputs
         f, v = of_every_head(f, self.n_heads), of_every_head(v, self.n_heads)
-        erased = _unit(f * self.erased.to(f.dtype))
+        erased = scale_heads(f * self.erased.to(f.dtype), 1.0, SMALLEST_SQUARE)
         k = f * (1 + (rate - 1) * self.replaced.to(f.dtype))
         return Rule(q, k, v, -erased, rate * erased, log_decay)
 
@@ -229,8 +232,3 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
         normed = group_norm(flat, self.n_heads, weight, bias, self.eps).view(o.shape)
         own = (rule.q * rule.k * self.bonus.to(o.dtype)).sum(-1, keepdim=True) * rule.v
         return ((normed + own) * heads.inputs.gate).to(self.mix.dtype)
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Divide vectors by their lengths, as `normalize` does; its second derivative at 0 is NaN."""
-    return x * x.square().sum(-1, keepdim=True).clamp_min(1e-24).rsqrt()

@@ -4,12 +4,14 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.ops.checks import wrong_shape
+from unrolled.ops.head_scale import GateFunction, scale_heads
 from unrolled.ops.options import check_finite
-from unrolled.ops.precision import accumulation_dtype
 
 
 class HeadRMSNorm(nn.Module):
     """y_h = w_h * x_h / sqrt(mean(x_h^2) + eps): RMS normalisation (arXiv 1910.07467, eq. 4) of each head.
+
+    With a gate, the result is y_h * g(gate_h), where g is silu or the logistic function.
 
     A sum over the keys that is not divided by a denominator grows with the length. After normalisation, its
     scale is that of w. The norm is computed in at least fp32. Pass such a sum in fp32, since it may overflow
@@ -24,6 +26,8 @@ class HeadRMSNorm(nn.Module):
         ValueError: eps is not above 0.
     """
 
+    not_decayed = ("weight",)
+
     def __init__(self, n_heads: int, head_dim: int, eps: float = 1e-5):
         super().__init__()
         check_finite(eps=eps)
@@ -32,13 +36,13 @@ class HeadRMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(n_heads, head_dim))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise `[..., H, M]`; the result has the dtype of the weight."""
+    def forward(self, x: Tensor, gate: Tensor | None = None, gate_function: GateFunction = "silu") -> Tensor:
+        """Normalise `[..., H, M]`; the result has the dtype of the weight. `gate` has the shape of `x`."""
         if x.shape[-2:] != self.weight.shape:
             raise wrong_shape("x", x, f"[..., {', '.join(map(str, self.weight.shape))}]")
-        wide = x.to(accumulation_dtype(x.dtype))
-        scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        return (wide * scale * self.weight).to(self.weight.dtype)
+        M = x.shape[-1]
+        y = scale_heads(x, M**0.5, M * self.eps, weight=self.weight, gate=gate, gate_function=gate_function)
+        return y.to(self.weight.dtype)
 
     def extra_repr(self) -> str:
         """Sizes, for `print(model)`."""

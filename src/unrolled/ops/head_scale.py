@@ -1,0 +1,166 @@
+"""Heads scaled to a length, the operation behind unit keys and the RMS norm of heads.
+
+On a CPU, a C++ kernel makes one pass over the memory, with the activation before and the gate after it.
+Compilers, exporters and transforms see plain operations, which they can fuse and differentiate.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from unrolled.ops import native
+from unrolled.ops.checks import observed
+from unrolled.ops.dispatch import prefers
+from unrolled.ops.native import TYPES, View, address, enum, readable, struct, view
+from unrolled.ops.operators import differentiable_gradients
+from unrolled.ops.precision import accumulation_dtype
+
+GateFunction = Literal["silu", "sigmoid"]
+
+
+def scale_heads(
+    x: Tensor,
+    length: float,
+    eps: float,
+    *,
+    activation: bool = False,
+    weight: Tensor | None = None,
+    gate: Tensor | None = None,
+    gate_function: GateFunction = "silu",
+) -> Tensor:
+    """Scale the vectors of the last axis to a length, then multiply by a weight and a gate.
+
+        u = f(x),    n = length * u / sqrt(|u|^2 + eps),    y = n * weight * g(gate)
+
+    This function checks nothing.
+
+    Args:
+        x: `[...,H,M]`.
+        length: the length of n, but for eps.
+        eps: added to the squared length, so that zeros stay zeros, with finite gradients.
+        activation: whether f is silu; otherwise, f is the identity.
+        weight: `[H,M]`, or None.
+        gate: like `x`, in any floating type, or None.
+        gate_function: g, silu or the logistic function.
+
+    Returns:
+        A tensor of the shape of `x`, in fp32, or in fp64 if an argument is fp64.
+    """
+    options = (length, eps, activation, gate_function)
+    if _supports(x, weight, gate):
+        y: Tensor = _Scaled.apply(x, weight, gate, *options)  # type: ignore[no-untyped-call]
+        return y
+    return _plain(x, weight, gate, *options)
+
+
+def _supports(x: Tensor, weight: Tensor | None, gate: Tensor | None) -> bool:
+    return (
+        x.dim() in (3, 4)
+        and all(
+            type(y) in (Tensor, torch.nn.Parameter) and y.is_cpu and y.dtype in TYPES
+            for y in (x, weight, gate)
+            if y is not None
+        )
+        and prefers("native")
+        and native.available()
+        and not observed()
+    )
+
+
+def _plain(
+    x: Tensor,
+    weight: Tensor | None,
+    gate: Tensor | None,
+    length: float,
+    eps: float,
+    activation: bool,
+    gate_function: str,
+) -> Tensor:
+    dtype = accumulation_dtype(*(y.dtype for y in (x, weight, gate) if y is not None))
+    u = x.to(dtype)
+    if activation:
+        u = silu(u)
+    y = u * ((u.square().sum(-1, keepdim=True) + eps).rsqrt() * length)
+    if weight is not None:
+        y = y * weight.to(dtype)
+    if gate is not None:
+        y = y * (silu(gate.to(dtype)) if gate_function == "silu" else gate.to(dtype).sigmoid())
+    return y
+
+
+class _Scaled(torch.autograd.Function):
+    """The operation by the kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, gate: Tensor | None, *options: Any) -> Tensor:
+        ctx.save_for_backward(x, weight, gate)
+        ctx.options = options
+        problem, _kept = _problem(x, weight, gate, *options)
+        y = x.new_empty(x.shape, dtype=torch.float32)
+        native.call("head_scale", problem, struct("HeadScaleOutputs")(y=address(y)))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, options = ctx.saved_tensors, ctx.options
+        if torch.is_grad_enabled():  # create_graph=True
+            found = differentiable_gradients(lambda *xs: (_plain(*xs, *options),), inputs, grads)
+        else:
+            x, weight, gate = inputs
+            found = _gradients(grads[0], x, weight, gate, options)
+        return *found, *(None for _ in options)
+
+
+def _gradients(
+    grad: Tensor, x: Tensor, weight: Tensor | None, gate: Tensor | None, options: tuple[Any, ...]
+) -> list[Tensor | None]:
+    """Compute the gradients of `x`, `weight` and `gate`."""
+    problem, _kept = _problem(x, weight, gate, *options)
+    grad, d_x = grad.contiguous(), x.new_empty(x.shape)
+    d_weight = None if weight is None else torch.empty(weight.shape)
+    d_gate = None if gate is None else gate.new_empty(gate.shape)
+    gradients = struct("HeadScaleGradients")(
+        y=address(grad), d_x=address(d_x), d_gate=address(d_gate), d_weight=address(d_weight)
+    )
+    native.call("head_scale_backward", problem, gradients)
+    return [d_x, None if weight is None or d_weight is None else d_weight.to(weight.dtype), d_gate]
+
+
+def _problem(
+    x: Tensor,
+    weight: Tensor | None,
+    gate: Tensor | None,
+    length: float,
+    eps: float,
+    activation: bool,
+    gate_function: str,
+) -> tuple[bytes, tuple[Tensor | None, ...]]:
+    """Fill the struct, and return the tensors that it points to, which must stay alive during the call."""
+    x, weight = _of_four_axes(x), None if weight is None else weight.float().contiguous()
+    gate = None if gate is None else _of_four_axes(gate)
+    rows, tokens, heads, width = x.shape
+    no_gate: View = (0, 0, 0, 0)
+    problem = struct("HeadScale")(
+        rows=rows,
+        tokens=tokens,
+        heads=heads,
+        width=width,
+        type=TYPES[x.dtype],
+        gate_type=TYPES[torch.float32 if gate is None else gate.dtype],
+        activation=activation,
+        gate_function=enum("Function")[gate_function.upper()],
+        threads=torch.get_num_threads(),
+        length=length,
+        eps=eps,
+        x=view(x),
+        gate=no_gate if gate is None else view(gate),
+        weight=address(weight),
+    )
+    return problem, (x, weight, gate)
+
+
+def _of_four_axes(x: Tensor) -> Tensor:
+    x = readable(x.resolve_neg())
+    return x if x.dim() == 4 else x.unsqueeze(0)
