@@ -7,6 +7,7 @@ from torch import nn
 
 from unrolled.training.optim import Schedule, build_optimizers
 
+from .kinds import cases, made
 from .standin import config
 
 
@@ -20,6 +21,21 @@ def test_only_matrices_decay(name):
     optimizer.step()
     for n, p in model.named_parameters():
         assert torch.equal(p, before[n] * 0.95 if p.ndim == 2 else before[n])
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_gains_and_offsets_with_two_axes_do_not_decay(kind):
+    """Gains begin at 1 and offsets at 0, except for those named here."""
+    others = {"decay_bias", "mix", "erased", "replaced", "bonus"}
+    for _, _, fields in filter(lambda case: case[1] == kind, cases()):
+        model = made(kind, fields)
+        linear = {f"{name}.weight" for name, x in model.named_modules() if isinstance(x, nn.Linear)}
+        decayed = build_optimizers(model, config(weight_decay=0.5))[0].param_groups[0]["param_names"]
+        parameters = dict(model.named_parameters())
+        assert linear - parameters.keys() == linear - set(decayed)  # tied weights have one name
+        for name in set(decayed) - linear:
+            assert parameters[name].min() < parameters[name].max(), name
+            assert name.rpartition(".")[2] not in others
 
 
 def test_a_frozen_parameter_is_not_the_optimisers():

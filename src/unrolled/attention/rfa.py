@@ -245,6 +245,8 @@ class RfaMap(nn.Module):
         seed: see `Projection`.
     """
 
+    not_decayed = ("scale",)
+
     def __init__(
         self, n_heads: int, head_dim: int, features: str, n_features: int, rows: Rows, seed: int | None
     ):

@@ -23,7 +23,8 @@ def build_optimizers(model: Trainable, config: TrainConfig) -> list[torch.optim.
     """Make the optimisers of a model, with weight decay on matrices only.
 
     On a matrix, decay shrinks directions of a linear map. On a bias or the gain of a norm, it would shrink an
-    offset or a scale. Parameters are passed by name, so that the state can be checkpointed by name.
+    offset or a scale. A module whose offsets or scales have two axes, such as those of heads, names them in
+    its attribute `not_decayed`. Parameters are passed by name, so that the state can be checkpointed by name.
 
     Raises:
         ValueError: the optimiser is Muon, but no block of the model has a linear layer.
@@ -33,9 +34,10 @@ def build_optimizers(model: Trainable, config: TrainConfig) -> list[torch.optim.
     matrices = _matrices_of_blocks(model, trained) if config.optimizer == "muon" else []
     orthogonal = {name for name, _ in matrices}
     rest = [(name, p) for name, p in trained if name not in orthogonal]
+    kept = _not_decayed(model)
     groups = [
-        {"params": [(n, p) for n, p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [(n, p) for n, p in rest if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [(n, p) for n, p in rest if n not in kept], "weight_decay": config.weight_decay},
+        {"params": [(n, p) for n, p in rest if n in kept], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     lr, betas, eps = config.lr, config.betas, config.eps
@@ -50,6 +52,14 @@ def build_optimizers(model: Trainable, config: TrainConfig) -> list[torch.optim.
         muon = torch.optim.Muon(matrices, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
         optimizers.append(muon)
     return optimizers
+
+
+def _not_decayed(model: Trainable) -> set[str]:
+    """Return the names of the parameters without weight decay."""
+    named = {
+        id(getattr(module, name)) for module in model.modules() for name in getattr(module, "not_decayed", ())
+    }
+    return {name for name, p in model.named_parameters() if p.ndim < 2 or id(p) in named}
 
 
 def _may_fuse(p: nn.Parameter) -> bool:

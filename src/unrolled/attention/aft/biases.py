@@ -108,6 +108,7 @@ class ConvolutionBias(Bias):
     claims: ClassVar[Claims] = {**LocalBias.claims, "max_length": False}
     default_window = 15
     one_key = True
+    not_decayed = ("gamma", "beta")
 
     def __init__(self, sizes: Sizes):
         super().__init__(sizes)
