@@ -79,3 +79,10 @@ def test_a_state_of_another_structure_is_refused(state, tmp_path):
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(ValueError, match="is not a readable safetensors file"):
         states.load(path, like=state)
+
+
+def test_the_bytes_of_a_tensor_do_not_depend_on_its_strides():
+    x = torch.tensor([[1.5, 2.5], [3.5, 4.5]], dtype=torch.bfloat16)
+    for view in (x.T, x[:1, 1], x[0, 0].expand(1).clone(), x[:, :0], x[0, 0]):
+        again = torch.tensor(view.flatten().tolist(), dtype=x.dtype)
+        assert torch.equal(states.raw_bytes(view), again.view(torch.uint8))

@@ -73,7 +73,9 @@ def check_equal(model, batch: Batch, segment: int) -> None:
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_the_gradient_of_every_mechanism_is_that_of_the_whole_sequence(name):
-    check_equal(decoder(attention=name), rows(37), 10)
+    model = decoder(attention=name)
+    check_equal(model, rows(37), 10)
+    check_equal(model, rows(37, 1), 10)
 
 
 @pytest.mark.parametrize("cell", ["lstm", "kronecker", "linear_attention"])

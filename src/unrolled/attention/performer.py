@@ -348,7 +348,7 @@ class PerformerAttention(MultiHeadAttention[PerformerState, None]):
         log_scale = kv.new_full(kv.shape[:2], favor.LOWEST)
         position = kv.new_zeros(batch_size, dtype=torch.long)
         projection = self.feature_map.projection
-        draw = position.clone() if projection is None else projection.redraws.expand(batch_size).clone()
+        draw = position.clone() if projection is None else projection.redraws.repeat(batch_size)
         return PerformerState(kv, kv.new_zeros(kv.shape[:3]), log_scale, position, draw)
 
     def prefill_heads(

@@ -35,6 +35,14 @@ def leaves(state: Parts, prefix: str = "") -> dict[str, Tensor]:
     return found
 
 
+def raw_bytes(x: Tensor) -> Tensor:
+    """Return the bytes of a tensor, in the order of its elements: uint8, on the CPU."""
+    flat = x.detach().cpu().reshape(-1)
+    if flat.stride(0) != 1:  # a single element may have any stride, which `contiguous` keeps
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
 def select(state: State, rows: Tensor | Sequence[int]) -> State:
     """Select batch rows by index: to fork a prompt, reorder beams or drop rows."""
     index = torch.as_tensor(rows, dtype=torch.long)

@@ -18,6 +18,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from unrolled.files import sort_metadata
+from unrolled.ops.state import raw_bytes
 
 MOST = 2**63 - 1  # largest integer: it fits into 64 bits
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -71,7 +72,7 @@ class Snapshot:
         described = [[name, str(x.dtype).removeprefix("torch."), list(x.shape)] for name, x in ordered]
         total = hashlib.sha256(json.dumps([self.model, self.length, self.pending, described]).encode())
         for _, x in ordered:
-            total.update(_bytes(x).numpy().data)
+            total.update(raw_bytes(x).numpy().data)
         return total.hexdigest()
 
     @property
@@ -117,10 +118,6 @@ class Snapshot:
         return found
 
 
-def _bytes(x: Tensor) -> Tensor:
-    return x.detach().reshape(-1).view(torch.uint8)
-
-
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors that share memory with another tensor, which safetensors refuses."""
     found, seen = {}, set()
@@ -140,7 +137,7 @@ def _tensors(content: bytes) -> dict[str, Tensor]:
     except (KeyError, TypeError, RuntimeError, OverflowError) as error:  # errors of torch for odd headers
         raise ValueError("the state has a tensor whose dtype or shape PyTorch cannot hold") from error
     for name, x in tensors.items():
-        if x.dtype == torch.bool and x.numel() and int(_bytes(x).max()) > 1:
+        if x.dtype == torch.bool and x.numel() and int(raw_bytes(x).max()) > 1:
             raise ValueError(f"the state's tensor {name[:80]!r} is of truth values, but holds other bytes")
     # Copies: tensors read from a file may be unaligned, which changes the rounding of some products.
     return {name: x.clone() for name, x in tensors.items()}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.contract import Supports, UnsupportedError
+from unrolled.ops.state import raw_bytes
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-4}
 """Largest difference of two forms, relative to the largest expected value (at least 1): 4,500 eps."""
@@ -206,7 +207,7 @@ def assert_close(found: Compared, expected: Compared, what: str) -> None:
 def assert_identical(found: Compared, expected: Compared, what: str) -> None:
     """Fail unless `found` and `expected` are the same bit for bit."""
     for name, a, b in _pairs(found, expected, what):
-        if not torch.equal(_bits(a), _bits(b)):
+        if not torch.equal(raw_bytes(a), raw_bytes(b)):  # unused slots may hold NaN
             error = (a.double() - b.double()).abs().nan_to_num(nan=torch.inf)
             at = _index_of_worst(error)
             changed = int((error > 0).sum())
@@ -288,8 +289,3 @@ def _pairs(found: Compared, expected: Compared, what: str) -> Iterator[tuple[str
 
 def _index_of_worst(error: Tensor) -> tuple[int, ...]:
     return tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
-
-
-def _bits(x: Tensor) -> Tensor:
-    """Return the bytes, since unused slots of a state may hold NaN, which is not equal to itself."""
-    return x.detach().contiguous().reshape(-1).view(torch.uint8)

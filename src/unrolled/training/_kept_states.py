@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unrolled.ops.state import State, leaves, map_tensors
+from unrolled.ops.state import State, leaves, map_tensors, raw_bytes
 
 IN_MEMORY = 2**23
 """Number of bytes up to which the states stay in memory; beyond it, all are moved to the file."""
@@ -46,7 +46,7 @@ class KeptStates:
         tensors = list(leaves(state).values())
         self._places.append(_Place(self._file.seek(0, 2), [(tuple(x.shape), x.dtype) for x in tensors]))
         for x in tensors:
-            self._file.write(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            self._file.write(raw_bytes(x).numpy().data)
         KeptStates.largest = max(KeptStates.largest, self._file.tell())
 
     def pop(self, like: State) -> State:

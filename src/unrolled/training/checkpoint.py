@@ -24,6 +24,7 @@ from torch import Tensor
 
 from unrolled.files import DIGEST_KEY, load_tensors, read_header, save_tensors
 from unrolled.folders import replacing_files
+from unrolled.ops.state import raw_bytes
 from unrolled.training import _sharded, carrying
 from unrolled.training.averaging import tensors_of
 from unrolled.training.config import TrainConfig
@@ -256,7 +257,7 @@ def fingerprint(*tensors: Tensor) -> str:
     """Compute a checksum of tensors, as eight hexadecimal digits."""
     total = 0
     for x in tensors:
-        total = zlib.crc32(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, total)
+        total = zlib.crc32(raw_bytes(x).numpy().data, total)
     return f"{total:08x}"
 
 
