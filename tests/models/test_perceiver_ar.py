@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 from models.kit import VOCAB, assert_same, randomised, read, tokens_of
-from unrolled.contract import IGNORED, UnsupportedError
+from unrolled.contract import IGNORED, Batch, UnsupportedError
 from unrolled.generation import generate
 from unrolled.models import Decoder, DecoderConfig, PerceiverAR, PerceiverARConfig
 from unrolled.ops import state as states
+from unrolled.training import TrainConfig, evaluate
 
 ATTENTION = ["softmax", ["softmax", "linear", "linear"]]
 POSITIONS = ["learned", "sinusoidal", "rotary", "none"]
@@ -217,3 +218,38 @@ def test_it_learns_to_copy_from_the_prefix():
 def test_wrong_input_is_refused_in_one_sentence(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("length", [3, 9])
+def test_training_counts_the_targets_that_it_predicts(length):
+    model, targets = perceiver(), tokens_of(3, length)
+    targets[0, -2:] = targets[2] = IGNORED
+    padding = torch.zeros(3, length, dtype=torch.bool)
+    padding[1, 1] = padding[1, -1] = True
+    for mask, counts in ((None, [min(length, 4) - 2, min(length, 4), 0]), (padding, None)):
+        found = model.predicted(targets, mask)
+        kept = found != IGNORED
+        assert torch.equal(found[kept], targets[kept])
+        if counts:
+            assert kept.sum(1).tolist() == counts
+            assert (kept[:, :-4] == 0).all()
+        inputs = tokens_of(3, length)
+        assert_same(
+            model.loss(inputs, found, key_padding_mask=mask),
+            model.loss(inputs, targets, key_padding_mask=mask),
+        )
+    assert kept[1].nonzero().flatten().tolist() == ([0] if length == 3 else [4, 5, 6, 7])
+
+
+def test_its_evaluation_does_not_depend_on_the_batch_size():
+    class Rows:
+        def eval_batches(self, batch_size):
+            for rows in torch.arange(5).split(batch_size):
+                targets = tokens_of(5, 9)
+                targets[1, -4:] = targets[3, -2:] = IGNORED
+                yield Batch(tokens_of(5, 9)[rows], targets[rows])
+
+    model = perceiver()
+    found = [evaluate(model, Rows(), TrainConfig(batch_size=n)) for n in (1, 2, 5)]
+    (whole,) = Rows().eval_batches(5)
+    assert found == pytest.approx([model.loss(whole.inputs, whole.targets).item()] * 3)

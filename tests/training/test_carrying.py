@@ -160,4 +160,6 @@ def test_what_cannot_be_carried_is_refused(tmp_path):
         run(
             tmp_path / "b", model=hybrid(attention="softmax", attention_options={}), data=Stream(), **SETTINGS
         )
+    with pytest.raises(UnsupportedError, match="this Decoder has 32 positions, which the text exceeds"):
+        run(tmp_path / "c", model=hybrid(positions="learned", max_length=32), data=Stream(), **SETTINGS)
     assert not list(tmp_path.iterdir())

@@ -32,6 +32,11 @@ from unrolled.training import TrainConfig
             {"schedule": "inverse_sqrt", "warmup_steps": 0},
             "warmup_steps is 0, but must be at least 1 with schedule 'inverse_sqrt'",
         ),
+        (
+            {"carry_state": True, "redraw_every": 5},
+            "carry_state is True, but must be False with redraw_every: sums of the old features cannot "
+            "continue with the new ones",
+        ),
         ({"bf16": "yes"}, "bf16 is 'yes', but must be True or False"),
     ],
 )

@@ -1,15 +1,19 @@
 """Every model and mechanism, sharded over two processes, has the losses of one process."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
-from unrolled.training import TrainConfig, _steps, evaluate
+from unrolled.contract import Batch
+from unrolled.models import Decoder, DecoderConfig
+from unrolled.training import TrainConfig, TrainResult, _steps, evaluate, train
 from unrolled.training.processes import ALONE, Processes, joined
 
-from .kinds import Batches, cases, made
+from .kinds import VOCAB, Batches, cases, made
 from .many import results
 
 CASES = {name: (kind, fields) for name, kind, fields in cases()}
@@ -72,6 +76,28 @@ def test_a_few_of_each_form_and_in_bf16():
             for losses in (alone, sharded):  # within one rounding to bf16
                 off = max(abs(x - y) for x, y in zip(losses, truth, strict=True))
                 assert 1e-5 < off < 2**-9 * min(truth), (name, losses, truth)
+
+
+class LongThenShort:
+    """Packed documents, which are long in the first update only."""
+
+    def batch(self, split: str, *, step: int, batch_size: int, seed: int) -> Batch:
+        ids = torch.randint(VOCAB, (batch_size, 33), generator=torch.Generator().manual_seed(step))
+        bounds = torch.arange(0, batch_size * 32 + 1, 4 if step else 32, dtype=torch.int32)
+        return Batch(ids[:, :-1], ids[:, 1:], cu_seqlens=bounds)
+
+    def eval_batches(self, batch_size: int) -> Iterator[Batch]:
+        yield self.batch("val", step=0, batch_size=batch_size, seed=0)
+
+
+def trained_on_both(rank: int, folder: str) -> TrainResult:
+    model = Decoder(DecoderConfig(VOCAB, d_model=16, n_layers=1, n_heads=2, attention="long_short"))
+    return train(model, LongThenShort(), TrainConfig(batch_size=4, steps=3), folder, progress=False)
+
+
+def test_parameters_that_only_some_batches_use(tmp_path):
+    for found in results(2, trained_on_both, str(tmp_path)):
+        assert found.steps == 3
 
 
 @pytest.mark.scale

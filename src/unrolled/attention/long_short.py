@@ -188,6 +188,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         ValueError: a size is out of range, or does not fit another.
     """
 
+    may_skip_parameters = True  # short sequences have no segment to pool
     supports = GENERAL.but(
         cross=False, recurrence="growing", single_queries=False, dynamic_length=False, reads_input=True
     )

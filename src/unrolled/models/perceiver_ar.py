@@ -133,6 +133,14 @@ class PerceiverAR(Decoder):
             targets = targets.masked_fill(padding, IGNORED).gather(1, _order(padding))
         return self.head.loss(hidden, targets[:, targets.shape[1] - hidden.shape[1] :])
 
+    def predicted(self, targets: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Hide the targets `[B, T]` that the loss does not cover, those before the latents, by -100."""
+        n = self.config.n_latents
+        if key_padding_mask is None:
+            return torch.cat([torch.full_like(targets[:, :-n], IGNORED), targets[:, -n:]], dim=1)
+        to_the_end = (~key_padding_mask).flip(1).cumsum(1).flip(1)  # valid tokens from each one on
+        return targets.masked_fill(key_padding_mask | (to_the_end > n), IGNORED)
+
     def loss_from(self, *_: object, **__: object) -> tuple[Tensor, DecoderState]:
         """Not supported: the loss covers the last tokens of a sequence only."""
         raise UnsupportedError("PerceiverAR predicts at the end of a sequence only: it has no loss_from")

@@ -56,6 +56,7 @@ class Copies(Spread):
     def _made(self, result: object) -> DistributedDataParallel:
         trained = {id(x) for x in self._module.parameters() if x.requires_grad}
         unused = self._processes.sum([len(trained - _used(result))])[0] > 0
+        unused |= any(getattr(module, "may_skip_parameters", False) for module in self._module.modules())
         # Buffers that training changes differ between the copies, as dropout does, so they are not broadcast.
         # Older versions of torch have another name for this option.
         names = signature(DistributedDataParallel).parameters.keys()

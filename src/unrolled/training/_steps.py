@@ -22,7 +22,7 @@ from unrolled.training.carrying import check_carried, entering
 from unrolled.training.checkpoint import TrainState
 from unrolled.training.compiling import compiled
 from unrolled.training.config import TrainConfig
-from unrolled.training.evaluation import count_targets
+from unrolled.training.evaluation import count_targets, only_predicted
 from unrolled.training.gradients import add_gradient
 from unrolled.training.interfaces import Recomputes, Trainable
 from unrolled.training.optim import Schedule, build_optimizers
@@ -164,6 +164,7 @@ def update(
         dataset.batch("train", step=micro_step, batch_size=config.batch_size, seed=config.seed)
         for micro_step in range(step * config.accumulate, (step + 1) * config.accumulate)
     ]
+    batches = [only_predicted(state.model, batch) for batch in batches]
     own, whole_batches = shares(batches, processes, in_rows=config.carry_state)
     if not own:
         raise processes.fail(

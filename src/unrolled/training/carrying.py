@@ -28,7 +28,7 @@ def check_carried(model: object, batch: Batch) -> None:
 
     Raises:
         ValueError: the rows of the data do not continue from batch to batch.
-        UnsupportedError: the model has no state, or one that grows.
+        UnsupportedError: the model has no state, or one that grows, or positions for a limited length.
     """
     if batch.continues is None or batch.cu_seqlens is not None:
         raise ValueError(
@@ -36,6 +36,11 @@ def check_carried(model: object, batch: Batch) -> None:
             "data.order=consecutive, without packed documents"
         )
     after = check_continues(model)
+    if (positions := getattr(getattr(model, "config", None), "n_positions", None)) is not None:
+        raise UnsupportedError(
+            f"carry_state is True, but this {type(model).__name__} has {positions} positions, which the text "
+            "exceeds: use rotary positions, or none"
+        )
     before = model.init_state(1)  # type: ignore[attr-defined]
     if any(x.shape != y.shape for x, y in zip(leaves(before).values(), leaves(after).values(), strict=True)):
         raise UnsupportedError(

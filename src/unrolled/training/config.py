@@ -112,6 +112,11 @@ class TrainConfig(Checked):
             raise ValueError(f"min_lr is {self.min_lr}, but must be at most lr = {self.lr}")
         if self.schedule == "inverse_sqrt" and self.warmup_steps == 0:
             raise ValueError("warmup_steps is 0, but must be at least 1 with schedule 'inverse_sqrt'")
+        if self.carry_state and self.redraw_every is not None:
+            raise ValueError(
+                "carry_state is True, but must be False with redraw_every: sums of the old features cannot "
+                "continue with the new ones"
+            )
         if self.compile and (self.segment is not None or self.carry_state or self.sequence > 1):
             raise ValueError(
                 "compile is True, but must be False with segment, carry_state or sequence above 1"

@@ -12,7 +12,7 @@ from unrolled.contract import IGNORED, Batch, Dataset
 from unrolled.ops.sequence import Ranks, use
 from unrolled.training._session import own_random_state
 from unrolled.training.config import TrainConfig
-from unrolled.training.interfaces import Trainable
+from unrolled.training.interfaces import PredictsSome, Trainable
 from unrolled.training.processes import ALONE, Processes
 from unrolled.training.segments import Continues, Segments, pieces
 from unrolled.training.slices import slice_of
@@ -53,6 +53,7 @@ def evaluate(
         while some := list(islice(batches, processes.teams)):
             if stop():
                 raise EvaluationStoppedError
+            some = [only_predicted(model, batch) for batch in some]
             counts = [count_targets(batch) for batch in some]
             if not any(counts):
                 continue
@@ -136,6 +137,13 @@ def batch_loss(model: Trainable, batch: Batch, config: TrainConfig, device: torc
         inputs, targets = inputs.reshape(1, -1), targets.reshape(1, -1)
     with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
         return loss(inputs, targets, **masks)
+
+
+def only_predicted(model: Trainable, batch: Batch) -> Batch:
+    """Hide the targets that the loss of a model does not cover, so that they are not counted."""
+    if not isinstance(model, PredictsSome):
+        return batch
+    return batch._replace(targets=model.predicted(batch.targets, batch.key_padding_mask))
 
 
 def count_targets(batch: Batch) -> int:

@@ -38,6 +38,14 @@ class Trainable(Protocol):
 
 
 @runtime_checkable
+class PredictsSome(Protocol):
+    """A model whose loss covers some of the targets only."""
+
+    def predicted(self, targets: Tensor, key_padding_mask: Tensor | None, /) -> Tensor:
+        """Return the targets, with -100 in place of those that the loss does not cover."""
+
+
+@runtime_checkable
 class Recomputes(Protocol):
     """A model that can recompute activations in the backward pass."""
 
