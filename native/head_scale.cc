@@ -122,7 +122,8 @@ Status backward(const HeadScale& x, const HeadScaleGradients& out, const Span& s
                 if (head.weight) weight = load_first(head.weight + i, x.width - i);
                 if (head.gate) {
                     const Slope g = with_slope(x.gate_function, load_part<gate_type>(head.gate, i, x.width));
-                    store_part<gate_type>(d * n * weight * g.slope, head.in(out.d_gate, gate_type), i, x.width);
+                    store_part<gate_type>(d * n * weight * g.slope, head.in(out.d_gate, gate_type), i,
+                                          x.width);
                     d *= g.value;
                 }
                 if (head.weight) {
@@ -209,8 +210,8 @@ Status EXPORTED(head_scale_backward)(const HeadScale* x, const HeadScaleGradient
     Workspace memory;
     double* parts = (double*)memory.zeros(2 * spans * n);
     if (memory.failed()) return OUT_OF_MEMORY;
-    const Status status =
-        for_spans(*x, [&](Int i, const Span& s) { return for_types(*x, Backward{*x, *out, s, parts + i * n}); });
+    const Status status = for_spans(
+        *x, [&](Int i, const Span& s) { return for_types(*x, Backward{*x, *out, s, parts + i * n}); });
     if (status != SUCCESS) return status;
     for (Int j = 0; j < n; ++j) {
         double total = 0;

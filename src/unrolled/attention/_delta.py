@@ -113,4 +113,3 @@ def random_log_paces(n: int) -> Tensor:
 def random_decay_biases(*sizes: int) -> Tensor:
     """Draw biases whose softplus is log-uniform from 0.001 to 0.1, the initial values of Mamba-2."""
     return torch.empty(sizes).uniform_(math.log(1e-3), math.log(1e-1)).exp().expm1().log()
-
