@@ -103,7 +103,8 @@ inline float weigh(Weights& x, float* scores, Int n) {
     return factor;
 }
 
-// `ROWS` queries attend to the part of the keys and values that begins at slot `first`.
+// `ROWS` queries attend to the part of the keys and values that begins at slot `first`, each to one key of it
+// or more. A query's keys are summed in the same order whichever queries are beside it.
 template <int ROWS>
 void attend_to_part(const Queries& x, const KeyStore& store, Int first, float scale, Weights* weights) {
     alignas(64) float scores[ROWS * PART];
@@ -111,29 +112,27 @@ void attend_to_part(const Queries& x, const KeyStore& store, Int first, float sc
     Int counts[ROWS];
     score_part<ROWS>(x, store, first, min(PART, x.count + ROWS - 1 - first), scale, scores);
     for (int r = 0; r < ROWS; ++r) {
-        counts[r] = max(0, min(PART, x.count + r - first));
-        factors[r] = counts[r] ? weigh(weights[r], scores + r * PART, counts[r]) : 1;
+        counts[r] = min(PART, x.count + r - first);
+        factors[r] = weigh(weights[r], scores + r * PART, counts[r]);
     }
-    const Int M = store.M, whole = M / WIDTH * WIDTH, shared = counts[0];
+    const Int M = store.M, whole = M / WIDTH * WIDTH;
     const float* values = store.values + first * M;
     for (Int m = 0; m < whole; m += TILE_VECS * WIDTH)
         with_tile_of<ROWS>(min(whole - m, TILE_VECS * WIDTH) / WIDTH,
                            [&](auto tile) __attribute__((always_inline)) {
-                               tile.add_product({scores, PART, 1}, values + m, M, shared);
+                               tile.add_product({scores, PART, 1}, values + m, M, counts[0]);
+                               tile.add_rest_of_product({scores, PART, 1}, values + m, M, counts);
                                tile.add_scaled_rows(x.o + m, x.row, factors);
                                tile.write(x.o + m, x.row);
                            });
-    // Keys that only some of the queries attend to, and values that fill no vector.
-    for (int r = 0; r < ROWS; ++r)
-        for (Int m = 0; m < M; m += WIDTH) {
-            const Int left = M - m, begin = m < whole ? shared : 0;
-            float* o = x.o + r * x.row + m;
-            if (begin == counts[r]) continue;
-            Vec total = load_first(o, left) * broadcast(m < whole ? 1 : factors[r]);
-            for (Int j = begin; j < counts[r]; ++j)
-                total += load_first(values + j * M + m, left) * broadcast(scores[r * PART + j]);
-            store_first(o, left, total);
-        }
+    if (whole == M) return;
+    for (int r = 0; r < ROWS; ++r) {
+        float* o = x.o + r * x.row + whole;
+        Vec total = load_first(o, M - whole) * broadcast(factors[r]);
+        for (Int j = 0; j < counts[r]; ++j)
+            total += load_first(values + j * M + whole, M - whole) * broadcast(scores[r * PART + j]);
+        store_first(o, M - whole, total);
+    }
 }
 
 // Requests one of several shares of a part.
@@ -150,8 +149,9 @@ inline void attend_to(const KeyStore& store, const Queries& x, Int n, float scal
     for (Int i = 0; i < n; ++i) std::memset(x.o + i * x.row, 0, (size_t)store.M * 4);
     for (Int first = 0; first < x.count + n - 1; first += PART)
         for (Int g = 0; g < groups; ++g) {
-            const Int begin = n * g / groups, end = n * (g + 1) / groups;
-            if (x.count + end - 1 <= first) continue;
+            // Queries before `first - x.count + 1` attend to no key of this part.
+            const Int begin = max(n * g / groups, first - x.count + 1), end = n * (g + 1) / groups;
+            if (begin >= end) continue;
             if (groups > 1) request(store, first + PART, g, groups);
             with_rows(end - begin, [&](auto count) {
                 attend_to_part<decltype(count)::value>(x.from(begin), store, first, scale, weights + begin);

@@ -54,6 +54,19 @@ struct Tile {
         }
     }
 
+    // The same for row i of C and the depths from `ends[0]` to `ends[i]`; no end is below the one before it.
+    __attribute__((always_inline)) void add_rest_of_product(Strided a, const float* b, int64_t b_row,
+                                                            const int64_t* ends) {
+        for (int64_t k = ends[0]; k < ends[ROWS - 1]; ++k)
+#pragma GCC unroll 8
+            for (int i = 1; i < ROWS; ++i)
+                if (k < ends[i]) {
+                    const Vec left = broadcast(a.data[i * a.row + k * a.col]);
+#pragma GCC unroll 8
+                    for (int j = 0; j < VECS; ++j) sums[i][j] += left * load(b + k * b_row + j * WIDTH);
+                }
+    }
+
     void scale_rows(const float* factors) {
 #pragma GCC unroll 8
         for (int i = 0; i < ROWS; ++i)

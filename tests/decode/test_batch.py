@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from planned import MODELS, V, decoder
+from planned import MODELS, V, decoder, of
 
 from unrolled.decode import plan
 from unrolled.decode.batch import MOST_TOLD, Batch, Drawing
@@ -114,3 +114,23 @@ def test_a_steady_plan_gives_the_same_bits_however_many_tokens_are_read_at_once(
         pieces.append(logits[3:4])
     assert torch.equal(torch.cat(pieces, 1), expected)
     assert torch.equal(state.fixed[3:4], whole.fixed)
+
+
+@pytest.mark.parametrize("instruction_set", native.instruction_sets())
+@torch.no_grad()
+def test_no_instruction_set_depends_on_where_a_prompt_is_cut_or_what_is_beside_it(instruction_set):
+    # Heads of 20 numbers are whole vectors and a rest; keys are met in parts of 128.
+    p = plan(decoder(**of("softmax"), d_model=80))
+    p.steady = True
+    tokens = torch.randint(V, (1, 300), generator=torch.Generator().manual_seed(0))
+    with native.use(instruction_set):
+        expected, whole = p.prefill(tokens, p.init_state(1))
+        for cuts in ([0, 130, 300], [0, 1, 127, 131, 200, 258, 259, 300]):
+            for rows in (1, 2, 3):
+                state, pieces = p.init_state(rows), []
+                for begin, end in pairwise(cuts):
+                    logits, state = p.prefill(tokens[:, begin:end].expand(rows, -1), state)
+                    pieces.append(logits[:1])
+                assert torch.equal(torch.cat(pieces, 1), expected)
+                cut = p.resized(state, 300).cache
+                assert torch.equal(cut[:1], p.resized(whole, 300).cache)
