@@ -20,7 +20,10 @@ struct TileOutput {
 
     void write(Int r, Int i, Vec sums, float scale) const {
         const Vec factor = scales ? load(scales + i) * broadcast(scale) : broadcast(scale);
-        store(y + r * row + i, bias ? sums * factor + load(bias + i) : sums * factor);
+        // One sum with a bias or without. With a branch for each, compilers fuse the product and the sum for
+        // some numbers of rows only, and a row's result would depend on the rows beside it.
+        const Vec added = bias ? load(bias + i) : Vec{};
+        store(y + r * row + i, sums * factor + added);
     }
 };
 

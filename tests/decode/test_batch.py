@@ -117,10 +117,11 @@ def test_a_steady_plan_gives_the_same_bits_however_many_tokens_are_read_at_once(
 
 
 @pytest.mark.parametrize("instruction_set", native.instruction_sets())
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "int8", "int4"])
 @torch.no_grad()
-def test_no_instruction_set_depends_on_where_a_prompt_is_cut_or_what_is_beside_it(instruction_set):
+def test_no_instruction_set_depends_on_where_a_prompt_is_cut_or_what_is_beside_it(weights, instruction_set):
     # Heads of 20 numbers are whole vectors and a rest; keys are met in parts of 128.
-    p = plan(decoder(**of("softmax"), d_model=80))
+    p = plan(decoder(**of("softmax"), d_model=80), weights)
     p.steady = True
     tokens = torch.randint(V, (1, 300), generator=torch.Generator().manual_seed(0))
     with native.use(instruction_set):
