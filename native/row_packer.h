@@ -60,7 +60,9 @@ class RowPacker {
     }
 
     void round(float* x, Int begin, Int end, float most, Int place) {
-        const float size = largest(x + begin, end - begin);
+        constexpr float SMALLEST = 0x1p-100f;  // below, the factor or the scale would be no normal float
+        float size = largest(x + begin, end - begin);
+        if (size < SMALLEST) size = SMALLEST;
         const Vec factor = broadcast(size > 0 ? most / size : 0);
         Vec total{};
         for (Int i = begin; i < end; i += WIDTH) {

@@ -78,10 +78,12 @@ def test_products_are_those_of_the_rounded_numbers(weights, inputs, outputs, row
 def test_inputs_are_rounded_to_the_nearest_step(weights, instruction_set):
     torch.manual_seed(0)
     x, w = torch.randn(50, 100), torch.randn(64, 100)
+    x[0] *= 1e-36  # too small to be scaled to whole numbers
+    x[1, :GROUP] *= 1e-40
     with native.use(instruction_set):
         found = product(x, w, None, weights)
     exact = x.double() @ rounded(w, weights).double().T
-    step = parts(x, weights).abs().amax(2).double() / STEPS[weights]
+    step = parts(x, weights).abs().amax(2).double().clamp(min=2.0**-100) / STEPS[weights]
     size = parts(rounded(w, weights), weights).abs().sum(2).double()
     bound = 0.5 * step @ size.T
     assert ((found - exact).abs() <= 1.01 * bound).all()
