@@ -8,6 +8,7 @@ from torch import nn
 from unrolled.contract import UnsupportedError
 from unrolled.decode import plan
 from unrolled.decode.packing import TILE, rounded
+from unrolled.decode.program import MOST_POSITIONS
 from unrolled.models import Encoder, EncoderConfig
 from unrolled.models.blocks import FeedForward
 from unrolled.ops import native
@@ -243,6 +244,20 @@ def test_wrong_input_is_one_sentence():
         ValueError, match=f"the input has length 15, but must have at most max_length = {LENGTH}"
     ):
         p.prefill(tokens(length=LENGTH + 1), p.init_state(3))
+
+
+def test_a_state_at_an_impossible_position_is_refused():
+    p, token = plan(decoder(**MODELS["window"])), torch.tensor([1])
+    for position in (-1, MOST_POSITIONS + 1, 2**63 - 2):
+        state = p.init_state(1)._replace(position=torch.tensor([position]))
+        for read in (p.step, lambda token, state: p.prefill(token[None], state)):
+            with pytest.raises(
+                ValueError, match=f"state has positions from {position} to {position}, but must"
+            ):
+                read(token, state)
+    _, last = p.step(token, p.init_state(1)._replace(position=torch.tensor([MOST_POSITIONS - 1])))
+    with pytest.raises(ValueError, match=f"but must have at most max_length = {MOST_POSITIONS}"):
+        p.step(token, last)
 
 
 @pytest.mark.parametrize("name", ["linear", "softmax", "hybrid"])

@@ -133,8 +133,7 @@ class Batch:
 
     def _with_room(self, state: "PlanState | None", tokens: int) -> "PlanState":
         assert state is not None, "a row that was started has a state"
-        left = self.plan.positions_left(state)
-        return self.plan.with_room(state, tokens if left is None else min(tokens, left))
+        return self.plan.with_room(state, min(tokens, self.plan.positions_left(state)))
 
     def end(self, row: int, length: int) -> None:
         """End a row after the first `length` of its new tokens."""

@@ -21,7 +21,7 @@ from unrolled.contract import UnsupportedError
 from unrolled.decode import loop, saving, states
 from unrolled.decode.models import program
 from unrolled.decode.packing import PACKINGS, Weights
-from unrolled.decode.program import KEY_BLOCK, Program
+from unrolled.decode.program import KEY_BLOCK, MOST_POSITIONS, Program
 from unrolled.decode.request import OnToken, Options, Prompts, Request
 from unrolled.models import Decoder, DecoderConfig, DecoderState
 from unrolled.models.checks import check_ids
@@ -160,10 +160,9 @@ class Plan:
 
     # ---- reading in place
 
-    def positions_left(self, state: PlanState) -> int | None:
-        """How many more tokens every row may read; None for any number."""
-        limit = self._program.most_positions
-        return None if limit is None else limit - int(state.position.max())
+    def positions_left(self, state: PlanState) -> int:
+        """How many more tokens every row may read."""
+        return self._program.most_positions - int(state.position.max())
 
     def too_long(self, length: int) -> str:
         """Say that the model has no positions for that many tokens."""
@@ -174,15 +173,17 @@ class Plan:
         """Return the state with room in its cache for `tokens` more tokens per row; the rest is shared.
 
         Raises:
-            ValueError: the model has no positions for them.
+            ValueError: the model has no positions for them, or the state has an impossible position.
         """
-        limit = self._program.most_positions
-        if limit is None and not self._program.cache:
-            return state
-        most = int(state.position.max()) + tokens if len(state.position) else 0
-        if limit is not None and most > limit:
-            raise ValueError(self.too_long(most))
-        return state._replace(cache=self._grown(state.cache, most))
+        positions = state.position.tolist() or [0]
+        low, high = min(positions), max(positions)
+        if low < 0 or high > MOST_POSITIONS:
+            raise ValueError(
+                f"state has positions from {low} to {high}, but must have them in [0, {MOST_POSITIONS}]"
+            )
+        if high + tokens > self._program.most_positions:
+            raise ValueError(self.too_long(high + tokens))
+        return state._replace(cache=self._grown(state.cache, high + tokens))
 
     def resized(self, state: PlanState, tokens: int) -> PlanState:
         """Return a copy of a state whose cache has room for that many tokens in all, and no more."""
@@ -223,7 +224,7 @@ class Plan:
             **p.fields,
             threads=torch.get_num_threads(),
             steady=self.steady,
-            positions=-1 if p.most_positions is None else p.most_positions,
+            positions=p.most_positions,
             instruction=p.address,
             sequence=addressof(sequences),
         )

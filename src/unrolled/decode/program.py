@@ -27,6 +27,7 @@ _ZERO = (
 
 SMALL_WEIGHTS: Weights = "int8"  # the form with the fewest bits if outputs fill no tile, as those of gates
 KEY_BLOCK = 16  # tokens whose keys lie together
+MOST_POSITIONS = 1 << 48  # of any model, far below 2^63: the kernel counts on without an overflow
 
 
 class Value(NamedTuple):
@@ -107,7 +108,7 @@ class Program(NamedTuple):
         state_size: floats of the state of a sequence.
         cache: sizes of the parts of the cache of a sequence, in floats per token.
         slots: the parts of the state of each layer.
-        most_positions: number of positions, None for any.
+        most_positions: number of positions; `MOST_POSITIONS` for any that occurs.
     """
 
     instructions: ctypes.Array[ctypes.c_char]
@@ -118,7 +119,7 @@ class Program(NamedTuple):
     state_size: int
     cache: list[int]
     slots: list[list[Slot | Constants]]
-    most_positions: int | None
+    most_positions: int
 
     @property
     def address(self) -> int:
@@ -168,7 +169,7 @@ class Builder:
         self.slots: list[list[Slot | Constants]] = []
         self.instructions: list[bytes] = []
         self.kept: list[Tensor] = []
-        self.most_positions: int | None = None
+        self.most_positions = MOST_POSITIONS
         self.table_dtype = torch.float32 if weights == "fp32" else torch.bfloat16  # of embeddings
         self._angles: dict[tuple[float, ...], Value] = {}
 
