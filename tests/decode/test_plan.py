@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from planned import LENGTH, MODELS, V, decoder, of, rounds_inputs_to_bf16, tokens
+from planned import LENGTH, MODELS, V, decoder, linear, of, rounds_inputs_to_bf16, tokens
 from torch import nn
 
 from unrolled.contract import UnsupportedError
@@ -258,6 +258,13 @@ def test_a_state_at_an_impossible_position_is_refused():
     _, last = p.step(token, p.init_state(1)._replace(position=torch.tensor([MOST_POSITIONS - 1])))
     with pytest.raises(ValueError, match=f"but must have at most max_length = {MOST_POSITIONS}"):
         p.step(token, last)
+
+
+def test_the_part_with_the_fewest_positions_limits_a_model():
+    p = plan(decoder(**linear(feature_map="cosformer"), positions="learned", max_length=LENGTH))
+    p.prefill(tokens(), p.init_state(3))
+    with pytest.raises(ValueError, match=f"must have at most max_length = {LENGTH}"):
+        p.prefill(tokens(length=LENGTH + 1), p.init_state(3))
 
 
 @pytest.mark.parametrize("name", ["linear", "softmax", "hybrid"])

@@ -196,8 +196,8 @@ class Builder:
         self.slots[-1].append(Constants(parts))
 
     def limit_positions(self, n: int) -> None:
-        """Allow only that many positions."""
-        self.most_positions = n
+        """Allow only that many positions, or fewer if another part of the model has fewer."""
+        self.most_positions = min(self.most_positions, n)
 
     def finish(self, head: int, hidden: Value, logits: Value) -> Program:
         """Return the program; its instructions from number `head` on map `hidden` to `logits`."""
