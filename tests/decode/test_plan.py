@@ -1,5 +1,9 @@
 """Plans equal their models, and refuse what they cannot run."""
 
+import copy
+import gc
+import pickle
+
 import pytest
 import torch
 from planned import LENGTH, MODELS, V, decoder, linear, of, rounds_inputs_to_bf16, tokens
@@ -172,6 +176,20 @@ def test_a_plan_is_a_snapshot():
         model.embedding.weight.data = torch.zeros(V, 32)
     model.to("meta")
     assert torch.equal(p.prefill(ids, p.init_state(3))[0], before)
+
+
+def test_a_copy_of_a_plan_is_a_plan_of_its_own_and_no_plan_is_pickled():
+    p, ids = plan(decoder()), tokens()
+    expected, _ = p.prefill(ids, p.init_state(3))
+    copies = [copy.deepcopy(p), copy.copy(p)]
+    with pytest.raises(TypeError, match="a plan cannot be pickled: save it, or plan the model again"):
+        pickle.dumps(p)
+    p.steady = True
+    del p
+    gc.collect()
+    for copied in copies:
+        assert torch.equal(copied.prefill(ids, copied.init_state(3))[0], expected)
+        assert not copied.steady
 
 
 def test_weights_of_half_precision_are_widened():

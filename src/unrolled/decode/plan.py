@@ -53,6 +53,8 @@ class PlanState(NamedTuple):
 class Plan:
     """A model with packed weights; see `plan`.
 
+    Copies share the weights, which never change. A plan cannot be pickled: save it for another process.
+
     Attributes:
         config: the config of the model.
         weights: "fp32", "bf16", "int8" or "int4".

@@ -7,7 +7,7 @@ What each instruction computes is documented in `native/decode_tokens.h` and `na
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +120,13 @@ class Program(NamedTuple):
     cache: list[int]
     slots: list[list[Slot | Constants]]
     most_positions: int
+
+    def __deepcopy__(self, memo: object) -> "Program":
+        """Return the program itself: it never changes, and its instructions hold addresses of its tensors."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a plan cannot be pickled: save it, or plan the model again")
 
     @property
     def address(self) -> int:
