@@ -67,6 +67,28 @@ def test_callbacks_end_rows():
     assert len(found[0]) < 60 == len(found[1])
 
 
+def test_tokens_are_reported_before_a_row_fails_and_a_row_that_has_ended_does_not(monkeypatch):
+    monkeypatch.setattr(loop, "BLOCK_SECONDS", 60)  # the last tokens are drawn at once
+    model = decoder(positions="learned", max_length=LENGTH)
+    request = Request.of(model.config, [[1, 2, 3]], 200, seed=0)
+    expected = []
+    with pytest.raises(ValueError, match="must have at most"):
+        engine.run(model, request, lambda _, token: expected.append(token))
+    for most in (1, 5, LENGTH - 2, None):
+        tokens = []
+
+        def report(_, token, tokens=tokens, most=most):
+            tokens.append(token)
+            return len(tokens) != most
+
+        if most is None:
+            with pytest.raises(ValueError, match="must have at most"):
+                plan(model).run(request, report)
+        else:
+            assert plan(model).run(request, report)[0].tolist() == tokens
+        assert tokens == expected[:most]
+
+
 def test_the_last_token_needs_no_position():
     model = decoder(positions="learned", max_length=LENGTH)
     expected, found, _ = both(model, LENGTH - 2, [[1, 2, 3]])

@@ -32,11 +32,11 @@ def run(plan: "Plan", request: Request, on_token: OnToken | None) -> list[Tensor
         before, began = batch.length.clone(), time.perf_counter()
         steps = min(block, request.limit - int(before[active].min()))
         batch.draw(steps)
-        for row in batch.failed():
-            raise ValueError(batch.reason(row))
         block = max(1, int(BLOCK_SECONDS * steps / (time.perf_counter() - began)))
         if on_token is not None:
             _report(batch, before, on_token)
+        for row in batch.failed():  # but not a row that `on_token` has ended
+            raise ValueError(batch.reason(row))
     return [batch.tokens(row).clone() for row in range(rows)]
 
 
