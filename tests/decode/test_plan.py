@@ -115,6 +115,15 @@ def test_a_step_in_place_takes_the_memory_of_the_state():
     assert mine.fixed.data_ptr() == place != kept.fixed.data_ptr()
 
 
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3), (0, 0)])
+def test_no_token_and_no_row_are_read(shape):
+    p = plan(decoder(**MODELS["hybrid"]))
+    logits, state = p.prefill(torch.zeros(shape, dtype=torch.long), p.init_state(shape[0]))
+    assert logits.shape == (*shape, V)
+    assert len(state.position) == shape[0]
+    assert not state.position.any()
+
+
 def test_a_long_prompt_is_read_in_chunks():
     model, ids = decoder(**MODELS["hybrid"]), tokens(rows=2, length=150)
     p = plan(model)

@@ -117,7 +117,7 @@ class Plan:
         row, column = keep.nonzero().unbind(1)
         after = self.with_room(map_tensors(Tensor.clone, state), int(keep.sum(1).max()) if B and T else 0)
         self.read(tokens[keep], row, row * T + column, [after], logits)
-        return logits.view(B, T, -1), after
+        return logits.view(B, T, self.config.vocab_size), after
 
     def step(self, token: Tensor, state: PlanState, *, in_place: bool = False) -> tuple[Tensor, PlanState]:
         """Read one token [B] per row; return logits [B, vocab_size], fp32, and the new state.
