@@ -328,7 +328,7 @@ struct Row {
     int64_t limit;                   // the most new tokens
     int64_t stops;                   // how many token sequences end it
     const int64_t *stop, *stop_end;  // these sequences, one after the other, and where each ends
-    int64_t* tokens;                 // [limit], the new tokens
+    int64_t* tokens;                 // the new tokens, with space for those of the next call
     uint8_t* seen;                   // [vocabulary]: whether a token has occurred; null without a penalty
     float* told;  // [most, vocabulary]: the logits of each token drawn in a call; null if nobody asks
 };

@@ -103,6 +103,13 @@ def test_the_last_token_needs_no_position():
     assert torch.equal(expected[0], found[0])
 
 
+def test_a_limit_takes_no_memory():
+    model = decoder()
+    expected, found, _ = both(model, 2**62, stop=list(range(0, V, 9)))
+    assert all(map(torch.equal, expected, found))
+    assert max(map(len, found)) > 3
+
+
 def test_logits_that_are_no_distribution_are_refused():
     model = decoder(positions="none")
     with torch.no_grad():

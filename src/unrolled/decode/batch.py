@@ -1,7 +1,7 @@
 """Sequences that a plan continues side by side, each with options of its own."""
 
 import ctypes
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +59,7 @@ class Batch:
         self.length = torch.zeros(rows, dtype=torch.long)
         self._status = torch.zeros(rows, dtype=torch.uint8)  # all ended
         self._tokens = [torch.empty(0, dtype=torch.long)] * rows
+        self._fields: list[dict[str, Any]] = [{}] * rows  # of the descriptions, without the tokens
         self._kept: list[list[Tensor]] = [[]] * rows  # what the descriptions point to
         self._size = native.struct_size("Row")
         self._described = ctypes.create_string_buffer(rows * self._size)
@@ -81,21 +82,18 @@ class Batch:
         self.told[row] = torch.empty(MOST_TOLD, self.logits.shape[1]) if tells else None
         ends = torch.tensor([len(ids) for ids in stops], dtype=torch.long).cumsum(0)
         stop = torch.tensor([token for ids in stops for token in ids], dtype=torch.long)
-        self._tokens[row] = torch.empty(limit, dtype=torch.long)
+        self._tokens[row] = torch.empty(0, dtype=torch.long)
         self._kept[row] = [ends, stop, *([] if seen is None else [seen])]
-        described = native.struct("Row")(
-            sampling=_fields(sampling, self.logits.shape[1]),
-            key=key,
-            limit=limit,
-            stops=len(stops),
-            stop=native.address(stop),
-            stop_end=native.address(ends),
-            tokens=native.address(self._tokens[row]),
-            seen=native.address(seen),
-            told=native.address(self.told[row]),
-        )
-        place = ctypes.addressof(self._described) + row * self._size
-        ctypes.memmove(place, described, self._size)
+        self._fields[row] = {
+            "sampling": _fields(sampling, self.logits.shape[1]),
+            "key": key,
+            "limit": limit,
+            "stops": len(stops),
+            "stop": native.address(stop),
+            "stop_end": native.address(ends),
+            "seen": native.address(seen),
+            "told": native.address(self.told[row]),
+        }
         self.length[row], self._status[row] = 0, native.enum("RowStatus")["ACTIVE"]
 
     def draw(self, most: int) -> None:
@@ -106,8 +104,10 @@ class Batch:
         active: list[int] = self.active.nonzero().flatten().tolist()
         if any(self.told[row] is not None for row in active):
             most = min(most, MOST_TOLD)
+        length = self.length.tolist()
         for row in active:
             self.states[row] = self._with_room(self.states[row], most)
+            self._describe(row, length[row] + most)
         sequences = self.plan.sequences(self.states)
         continuation = native.struct("Continuation")(
             rows=len(self.logits),
@@ -134,6 +134,19 @@ class Batch:
     def _with_room(self, state: "PlanState | None", tokens: int) -> "PlanState":
         assert state is not None, "a row that was started has a state"
         return self.plan.with_room(state, min(tokens, self.plan.positions_left(state)))
+
+    def _describe(self, row: int, tokens: int) -> None:
+        """Describe a row to the kernel, with space for that many new tokens or as many as it may have."""
+        fields, old = self._fields[row], self._tokens[row]
+        if (needed := min(tokens, fields["limit"])) <= len(old):
+            return
+        # At least doubled, so that tokens are seldom copied; not the limit, which may exceed the memory.
+        made = torch.empty(min(max(needed, 2 * len(old)), fields["limit"]), dtype=torch.long)
+        made[: len(old)] = old
+        self._tokens[row] = made
+        described = native.struct("Row")(**fields, tokens=native.address(made))
+        place = ctypes.addressof(self._described) + row * self._size
+        ctypes.memmove(place, described, self._size)
 
     def end(self, row: int, length: int) -> None:
         """End a row after the first `length` of its new tokens."""
