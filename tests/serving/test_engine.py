@@ -25,6 +25,7 @@ from unrolled.serving.jobs import (
     TooLargeError,
 )
 from unrolled.serving.runner import PlanRunner
+from unrolled.serving.snapshot import MOST
 from unrolled.serving.unplanned import ModelRunner
 
 if not native.available():
@@ -366,6 +367,56 @@ def test_a_job_that_fails_leaves_the_others():
         with pytest.raises(EngineError, match="must define a distribution"):
             await result(bad)
         return await result(good)
+
+    tokens, *_ = asyncio.run(go())
+    engine.drain(5)
+    assert tokens == expected(model, [1], 20)
+
+
+@pytest.mark.parametrize("limit", [0, 20])
+@pytest.mark.parametrize("copies", [0, 1])
+def test_a_job_that_cannot_start_leaves_the_others_and_its_rows(limit, copies):
+    """The engine copies a state when it takes a job, and again for each further continuation."""
+    model = decoder()
+    runner = PlanRunner(plan(model))
+    copy, left = runner.copy, [10**9]
+
+    def copies_(state, tokens):
+        left[0] -= 1
+        if left[0] < 0:
+            raise MemoryError("there is no room")
+        return copy(state, tokens)
+
+    runner.copy = copies_
+    engine = Engine(runner, digest=DIGEST, rows=4)
+
+    async def go():
+        good = asyncio.create_task(result(engine.submit(job(model, [1], 3000))))
+        while not engine.active:
+            await asyncio.sleep(0.001)
+        left[0] = copies
+        if limit or not copies:
+            with pytest.raises(EngineError, match="there is no room"):
+                await result(engine.submit(job(model, [7], limit, n=3)))
+        left[0] = 10**9
+        return await result(engine.submit(job(model, [1], 20, n=3))), await good
+
+    found, _ = asyncio.run(go())
+    engine.drain(5)
+    assert found[0] == expected(model, [1], 20, n=3)
+
+
+def test_a_sequence_that_is_too_long_to_keep_leaves_the_others():
+    model = decoder()
+    engine = made(model, rows=1)
+
+    async def go():
+        *_, finished = await result(engine.submit(job(model, [1], 3, keep=True)))
+        longest = replace(finished.snapshots[0], length=MOST)
+        for limit in (0, 3):
+            with pytest.raises(EngineError, match="length must be from"):
+                await result(engine.submit(Job([2], limit, state=longest, keep=True)))
+        return await result(engine.submit(job(model, [1], 20)))
 
     tokens, *_ = asyncio.run(go())
     engine.drain(5)

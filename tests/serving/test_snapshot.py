@@ -48,7 +48,7 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         return (torch.randn(shape, generator=generator) * 9).to(draw(st.sampled_from(DTYPES)))
 
     tensors = {name: tensor() for name in draw(st.lists(names, max_size=5, unique=True))}
-    numbers = st.integers(0, 2**63 - 2)
+    numbers = st.integers(0, 2**48 - 1)
     return Snapshot(MODEL, draw(numbers) + 1, draw(numbers), tensors)
 
 
@@ -130,9 +130,10 @@ def test_what_is_read_can_be_computed_with() -> None:
     [
         ({"model": "abc"}, "model must be 64 hex digits, not 'abc'"),
         ({"model": "A" * 64}, f"model must be 64 hex digits, not '{'A' * 64}'"),
-        ({"length": 0}, f"length must be from 1 to {2**63 - 1}, not 0"),
-        ({"pending": -1}, f"pending must be from 0 to {2**63 - 1}, not -1"),
-        ({"pending": 2**63}, f"pending must be from 0 to {2**63 - 1}, not {2**63}"),
+        ({"length": 0}, f"length must be from 1 to {2**48}, not 0"),
+        ({"length": 2**48 + 1}, f"length must be from 1 to {2**48}, not {2**48 + 1}"),
+        ({"pending": -1}, f"pending must be from 0 to {2**48}, not -1"),
+        ({"pending": 2**63}, f"pending must be from 0 to {2**48}, not {2**63}"),
         ({"tensors": {"a": torch.ones(2, 3).T}}, "the tensor 'a' must be contiguous and on the CPU"),
         (
             {"tensors": {"a": torch.ones(2, device="meta")}},

@@ -8,7 +8,7 @@ from serving.clients import client, error, post
 from serving.fakes import DIGEST, FakeEngine, FakeStates, served
 
 from unrolled.serving.jobs import EngineError
-from unrolled.serving.snapshot import Snapshot
+from unrolled.serving.snapshot import MOST, Snapshot
 
 
 def snapshot(**changes: Any) -> Snapshot:
@@ -48,6 +48,13 @@ def test_states_that_no_model_here_has_made(changes: dict[str, Any], code: str) 
     answer = client(states=states).put(f"/v1/states/{wrong.id}", content=wrong.to_bytes())
     assert error(answer, 400)["code"] == code
     assert not states.kept
+
+
+def test_no_sequence_gets_longer_than_a_state_can_say() -> None:
+    http, longest = client(), snapshot(length=MOST)
+    assert http.put(f"/v1/states/{longest.id}", content=longest.to_bytes()).status_code == 201
+    body = {"model": "book", "state": longest.id, "prompt": "a", "max_tokens": 0}
+    assert error(http.post("/v1/completions", json=body), 400)["code"] == "context_length_exceeded"
 
 
 def test_damaged_states_are_refused() -> None:

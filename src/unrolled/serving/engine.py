@@ -217,7 +217,10 @@ class Engine:
             self._used += entry.nbytes
             try:
                 self._reading.append(Reading(entry.run, self.runner, self._prefixes))
-            except ValueError as error:  # a state that does not fit the model
+            except (
+                Exception
+            ) as error:  # only this request fails, such as one whose state does not fit the model
+                _LOG.exception("a job could not be started")
                 self._writing.give_back(len(entry.job.keys))
                 self._fail(entry.run, EngineError(str(error)))
 
@@ -225,24 +228,24 @@ class Engine:
         """Read a chunk of the prompt whose turn it is."""
         if not self._reading:
             return
-        reading = self._reading.popleft()
+        reading = self._reading[0]
+        self._reading.rotate(-1)
+        run = reading.run
         try:
             self.counts["read"] += reading.advance(self.chunk)
+            if not reading.done:
+                return
+            self._told.append((run, Prompted(reading.cached, reading.logprobs)))
+            if run.job.limit:
+                self._reading.remove(reading)
+                self._writing.begin(reading)
+            else:
+                self._finish(run, Finished(reading.snapshots(self.digest)))
         except Exception as error:
             _LOG.exception("a prompt could not be read")
-            self._writing.give_back(len(reading.run.job.keys))
-            self._fail(reading.run, EngineError(f"the prompt could not be read: {error}"))
-            return
-        if not reading.done:
-            self._reading.append(reading)
+            self._fail(run, EngineError(f"the prompt could not be read: {error}"))
             return
         self.counts["cached"] += reading.cached
-        self._told.append((reading.run, Prompted(reading.cached, reading.logprobs)))
-        if reading.run.job.limit:
-            self._writing.begin(reading)
-            return
-        self._writing.give_back(len(reading.run.job.keys))
-        self._finish(reading.run, Finished(reading.snapshots(self.digest)))
 
     def _draw(self) -> None:
         """Draw a block of tokens for all rows."""
@@ -280,7 +283,7 @@ class Engine:
         self._told.append((run, error))
 
     def _release(self, run: Run) -> None:
-        """Forget a job, and free its memory and rows."""
+        """Forget a job, and free its memory and its rows, drawn or reserved."""
         if (entry := self._running.pop(run, None)) is None:
             return
         self._used -= entry.nbytes

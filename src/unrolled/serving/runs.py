@@ -12,7 +12,7 @@ from unrolled.serving.logs import Record
 from unrolled.serving.model import Served
 from unrolled.serving.protocol.errors import ApiError, invalid, of_engine
 from unrolled.serving.service import Service
-from unrolled.serving.snapshot import Snapshot
+from unrolled.serving.snapshot import MOST, Snapshot
 
 
 @dataclass(frozen=True)
@@ -160,16 +160,14 @@ def room(served: Served, length: int, asked: int | None, default: int, param: st
         param: name of the field that holds the prompt, for the message.
 
     Raises:
-        ApiError: the model has too few positions.
+        ApiError: the sequence would get longer than the model allows.
     """
-    most = served.n_positions
-    if most is None:
-        return default if asked is None else asked
+    most = MOST if served.n_positions is None else served.n_positions
     left = most - length + 1  # the last token is drawn, but not read
     if left < 1 or (asked or 0) > left:
         raise invalid(
-            f"{param} and state have {length} tokens and {asked or 1} more are wanted, but the model has "
-            f"{most} learned positions",
+            f"{param} and state have {length} tokens and {asked or 1} more are wanted, but the model reads "
+            f"{most} at most",
             param if left < 1 else "max_tokens",
             "context_length_exceeded",
         )

@@ -20,7 +20,9 @@ from torch import Tensor
 from unrolled.files import sort_metadata
 from unrolled.ops.state import raw_bytes
 
-MOST = 2**63 - 1  # largest integer: it fits into 64 bits
+# The most tokens of a sequence, and the largest id: far more than anyone can read, and so far below 2**63
+# that neither a sum with a prompt and a limit nor a place in a state overflows the 64 bits of native code.
+MOST = 2**48
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
 _KEYS = ("id", "length", "model", "pending")

@@ -66,11 +66,11 @@ class Writing:
         states = [reading.state, *(self._runner.copy(reading.state, reading.room) for _ in job.keys[1:])]
         for index, (key, state) in enumerate(zip(job.keys, states, strict=True)):
             row = self._free.pop()
+            self._open[row] = _Continuation(reading, index, row)  # first, so that an error frees the row
             self._rows.logits[row] = reading.logits[0]
             tells = job.logprobs is not None
             seen = self._seen(reading) if job.sampling.repetition_penalty != 1 else None
             self._rows.start(row, state, Drawing(job.sampling, key, job.limit, job.stops, seen, tells))
-            self._open[row] = _Continuation(reading, index, row)
 
     def drop(self, run: Run) -> None:
         """End the continuations of a job."""
