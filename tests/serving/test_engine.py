@@ -406,6 +406,25 @@ def test_a_job_that_cannot_start_leaves_the_others_and_its_rows(limit, copies):
     assert found[0] == expected(model, [1], 20, n=3)
 
 
+def test_a_watch_that_fails_leaves_the_other_jobs():
+    model = decoder()
+    engine = made(model, rows=5)
+
+    def watch(index, tokens):
+        raise ValueError("no text")
+
+    async def go():
+        good = engine.submit(job(model, [1], 400))
+        for _ in range(2):  # the rows of the first are free for the second
+            with pytest.raises(EngineError, match="a continuation failed: no text"):
+                await result(engine.submit(job(model, [2], 400, n=4, watch=watch)))
+        return await result(good)
+
+    tokens, *_ = asyncio.run(go())
+    engine.drain(5)
+    assert tokens == expected(model, [1], 400)
+
+
 def test_a_sequence_that_is_too_long_to_keep_leaves_the_others():
     model = decoder()
     engine = made(model, rows=1)

@@ -1,5 +1,6 @@
 """Drawing continuations."""
 
+import logging
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from unrolled.serving.jobs import Drawn, EngineError, Event, Finished, Run
 from unrolled.serving.reading import Reading, logprobs
 from unrolled.serving.runner import Runner
 from unrolled.serving.snapshot import Snapshot
+
+_LOG = logging.getLogger(__name__)
 
 
 class _Continuation:
@@ -90,7 +93,15 @@ class Writing:
                 self.drop(run)
         active = self._rows.active.tolist()
         for row, continuation in list(self._open.items()):
-            told += self._after(continuation, bool(active[row]), before.get(row))
+            if row not in self._open:  # its job has failed
+                continue
+            try:
+                told += self._after(continuation, bool(active[row]), before.get(row))
+            except Exception as error:
+                _LOG.exception("a continuation failed")
+                run = continuation.reading.run
+                told.append((run, EngineError(f"a continuation failed: {error}")))
+                self.drop(run)
         return told
 
     def _before(self, x: _Continuation) -> Any:
