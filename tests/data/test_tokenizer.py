@@ -9,6 +9,7 @@ import pytest
 from corpora import story
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from unrolled.data import Vocabulary
 from unrolled.data._tokenizer import END, LONGEST_PIECE, SMALLEST, TextTokenizer, byte_letters, pieces
@@ -142,6 +143,14 @@ def test_tokens_that_are_not_bytes_are_read_by_the_library():
     vocabulary = Vocabulary("tokenizer", tokenizer=tokenizer.to_json(), end=1)
     assert vocabulary.byte_counts() is None
     assert vocabulary.encode("the cat") == ids[:2]
+
+
+def test_a_broken_byte_of_a_tokenizer_of_the_library_is_read():
+    names = ["<0x41>", "<0xE2>", "world"]
+    library = Tokenizer(models.BPE({name: id for id, name in enumerate(names)}, [], byte_fallback=True))
+    library.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    read = TextTokenizer(library, None).reader()
+    assert [read(id) for id in (0, 1, 2, 99)] == ["A", "", "\ufffdworld", ""]
 
 
 def test_the_vocabulary_of_a_run(tmp_path):

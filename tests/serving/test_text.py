@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from unrolled.data import Vocabulary
+from unrolled.data import TokenTexts, Vocabulary
+from unrolled.serving.choices import Choice
+from unrolled.serving.jobs import Drawn
 from unrolled.serving.stops import StopFinder, Watch
 from unrolled.serving.templates import render
 from unrolled.serving.text import Text, TokenizerText, VocabularyText
@@ -74,6 +76,112 @@ def test_blocks_of_any_length_read_the_same(ids: list[int], data: st.DataObject)
         found += read(ids[at : at + size])
         at += size
     assert found + read([], final=True) == bytes(ids).decode(errors="replace")
+
+
+def byte_fallback() -> Tokenizer:
+    """A tokenizer like those of Llama and Mistral: a token of a byte for what has no other token."""
+    names = [
+        "<unk>",
+        "<s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"aeh",
+        "▁hello",
+        "▁world",
+        "world",
+    ]
+    tokenizer = Tokenizer(models.BPE({name: id for id, name in enumerate(names)}, [], byte_fallback=True))
+    tokenizer.add_special_tokens(["<unk>", "<s>"])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    return tokenizer
+
+
+def of_words(decoder: Any, names: list[str]) -> Tokenizer:
+    vocab = {name: id for id, name in enumerate(["<unk>", *names])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    return tokenizer
+
+
+TOKENIZERS = {
+    "bytes": byte_fallback(),
+    "metaspace": of_words(decoders.Metaspace(), ["▁the", "▁cat", "cat", "s", "▁"]),
+    "word pieces": of_words(decoders.WordPiece(), ["the", "cat", "##s", "##ing", "."]),
+    "ends of words": of_words(decoders.BPEDecoder(), ["the</w>", "cat", "s</w>"]),
+    "blanks": of_words(None, ["the", "cat", "sat"]),
+    "fused": of_words(decoders.Fuse(), ["the", " ", "cat"]),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(st.data())
+def test_a_text_is_read_on_where_it_was_left(name: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[name]
+    whole = [
+        id for id in range(tokenizer.get_vocab_size()) if not tokenizer.id_to_token(id).startswith("<0x")
+    ]
+    ids = data.draw(st.lists(st.sampled_from([*whole, 10**6]), min_size=1, max_size=12))
+    cut = data.draw(st.integers(0, len(ids)))
+    texts = TokenTexts(tokenizer)
+    first, second = texts.reader(), texts.reader(ids[:cut])
+    assert first(ids[:cut], final=True) + second(ids[cut:], final=True) == tokenizer.decode(ids)
+
+
+@given(st.lists(st.integers(0, len(TOKENIZERS["bytes"].get_vocab()) + 3), max_size=30), st.text(max_size=5))
+def test_bytes_that_are_no_text_do_no_harm(ids: list[int], text: str) -> None:
+    tokenizer = TOKENIZERS["bytes"]
+    read = TokenTexts(tokenizer).reader(ids)
+    read(ids)
+    read([], final=True)
+    told = read([tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()], final=True)
+    assert told == text
+
+
+@pytest.mark.parametrize("token", ["<0x80>", "<0xE2>", "<unk>", None, "a"])
+def test_few_ids_are_decoded_at_a_time(token: str | None) -> None:
+    longest = 0
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(TOKENIZERS["bytes"], name)
+
+        def decode(self, ids: list[int]) -> str:
+            nonlocal longest
+            longest = max(longest, len(ids))
+            return TOKENIZERS["bytes"].decode(ids)
+
+    read = TokenTexts(Counting()).reader()
+    id = 10**6 if token is None else TOKENIZERS["bytes"].token_to_id(token)
+    assert len(read([id] * 1_000, final=True)) == (0 if token in ("<unk>", None) else 1_000)
+    assert longest <= 6
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["<0x41>", "<0xE2>", "▁world"], "A\ufffd world"),
+        (["<0xC3>", "<0xA9>", "<0x80>", "▁world"], "é\ufffd world"),
+        (["<0x80>", "<0xE2>", "<0x82>", "<0xAC>"], "\ufffd€"),
+    ],
+)
+def test_a_broken_byte_leaves_what_is_around_it(names: list[str], told: str) -> None:
+    tokenizer = TOKENIZERS["bytes"]
+    assert TokenTexts(tokenizer).reader()([tokenizer.token_to_id(name) for name in names]) == told
+
+
+def test_a_stop_text_may_begin_with_the_blank_after_the_prompt(tmp_path: Path) -> None:
+    TOKENIZERS["bytes"].save(str(tmp_path / "tokenizer.json"))
+    text = TokenizerText(tmp_path)
+    hello, world, bare = (TOKENIZERS["bytes"].token_to_id(name) for name in ("▁hello", "▁world", "world"))
+    assert Watch(text, [" world"], [hello], 1)(0, [world]) == 1
+    assert Watch(text, [" world"], [], 1)(0, [world]) is None
+    choice = Choice(text, [hello], [], [])
+    assert choice.take(Drawn(0, [world, world], None, "length")) == " world world"
+    assert (text.piece(world), text.piece(bare)) == (" world", "world")
+    assert (text.piece(1), text.piece_bytes(1)) == ("<s>", list(b"<s>"))
+    assert text.piece_bytes(world) == list(b" world")
 
 
 def test_pieces_tell_parts_of_characters_apart(text: Text) -> None:
@@ -145,7 +253,7 @@ def test_what_cannot_be_a_stop_text_is_not_held_back() -> None:
 
 
 def test_a_watch_tells_how_many_tokens_to_keep() -> None:
-    watch = Watch(BYTES, ["é", "stop"], 2)
+    watch = Watch(BYTES, ["é", "stop"], [], 2)
     assert watch(0, list(b"a st")) is None
     assert watch(1, list(b"ab")) is None
     assert watch(0, list(b"op it")) == 2

@@ -18,6 +18,7 @@ from unrolled.data._corpus.index import Index as CorpusIndex
 from unrolled.data._corpus.index import is_corpus
 from unrolled.data._corpus.writing import Tokenizing
 from unrolled.data._files import folder as data_folder
+from unrolled.data._reading import TokenTexts
 from unrolled.data._tokenizer import SMALLEST as SMALLEST_VOCABULARY
 from unrolled.data._tokenizer import byte_letters
 from unrolled.data._vocabulary import FILE_NAME as VOCABULARY_FILE
@@ -33,6 +34,7 @@ __all__ = [
     "Documents",
     "Split",
     "Task",
+    "TokenTexts",
     "Tokenizing",
     "Vocabulary",
     "byte_letters",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from unrolled.data._reading import TokenTexts
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -170,10 +171,8 @@ class TextTokenizer:
             return lambda token: utf8.decode(self.content(token))
         if self._decoder is None:
             return lambda token: f" {self.name(token) or ''}"
-        from tokenizers.decoders import DecodeStream
-
-        stream = DecodeStream(skip_special_tokens=True)
-        return lambda token: stream.step(self._tokenizer, token) or ""
+        read = self.texts.reader()
+        return lambda token: read([token])
 
     def id_of(self, token: str) -> int | None:
         """Return the id of a token by its name; None if there is no such token."""
@@ -189,6 +188,11 @@ class TextTokenizer:
         """Return the bytes of a token of byte pairs; none for a special token or an id beyond the last."""
         assert self.contents is not None
         return self.contents[id] if id < len(self.contents) else b""
+
+    @cached_property
+    def texts(self) -> TokenTexts:
+        """The texts of single tokens."""
+        return TokenTexts(self._tokenizer)
 
     @cached_property
     def _decoder(self) -> dict[str, Any] | None:

@@ -13,12 +13,15 @@ class Choice:
 
     Args:
         text: decodes the ids.
+        before: ids before the continuation.
         stops: texts that end the continuation.
         ends: token sequences that end the continuation.
     """
 
-    def __init__(self, text: Text, stops: Sequence[str], ends: Sequence[list[int]]) -> None:
-        self._read, self._finder, self._ends = text.reader(), StopFinder(stops), ends
+    def __init__(
+        self, text: Text, before: Sequence[int], stops: Sequence[str], ends: Sequence[list[int]]
+    ) -> None:
+        self._read, self._finder, self._ends = text.reader(before), StopFinder(stops), ends
 
     def take(self, drawn: Drawn) -> str:
         """Return the text that is certain after the next block."""
@@ -35,11 +38,12 @@ class CompletionLogprobs:
 
     Args:
         text: decodes the ids.
+        before: ids before the first token.
         offset: number of characters before the first token.
     """
 
-    def __init__(self, text: Text, offset: int) -> None:
-        self._text, self._read, self._offset = text, text.reader(), offset
+    def __init__(self, text: Text, before: Sequence[int], offset: int) -> None:
+        self._text, self._read, self._offset = text, text.reader(before), offset
 
     def of(self, tokens: Sequence[int], found: Sequence[TokenLogprob | None]) -> dict[str, Any]:
         """Return the lists for the next tokens; None in `found` is a token with unknown probabilities."""

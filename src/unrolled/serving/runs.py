@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unrolled.decode.request import Sampling, random_keys
-from unrolled.serving.jobs import Drawn, EngineError, Event, Finished, Job, Prompted, Run
+from unrolled.serving.jobs import Drawn, EngineError, Event, Finished, Job, Prompted, Run, Watch
 from unrolled.serving.logs import Record
 from unrolled.serving.model import Served
 from unrolled.serving.protocol.errors import ApiError, invalid, of_engine
@@ -26,8 +26,8 @@ class Asked:
         seed: seed of the random streams; None for a seed from the system.
         n: number of continuations of each prompt.
         stops: token sequences that end a continuation.
-        watch: returns the `Job.watch` that looks for stop texts in the n continuations of a prompt; None if
-            there are no stop texts.
+        watch: returns the `Job.watch` that looks for stop texts, given the ids before the continuations of a
+            prompt and their number; None if there are no stop texts.
         logprobs: number of most likely tokens to report with each token; None reports no log probabilities.
         prompt_logprobs: whether to report log probabilities of the prompt's tokens too.
         keep: whether to keep the state at the end of each continuation.
@@ -39,7 +39,7 @@ class Asked:
     seed: int | None
     n: int
     stops: list[list[int]]
-    watch: Callable[[int], Callable[[int, list[int]], int | None]] | None
+    watch: Callable[[Sequence[int], int], Watch] | None
     logprobs: int | None
     prompt_logprobs: bool
     keep: bool
@@ -57,6 +57,10 @@ class Runs:
         asked: the options of the request.
         record: the record of the request, where tokens are counted.
 
+    Attributes:
+        count: number of continuations.
+        before: for each prompt, the ids before its continuations; of those of the state only the last.
+
     Raises:
         ApiError: the engine refuses a job; the other jobs are then cancelled.
     """
@@ -65,8 +69,9 @@ class Runs:
         self, service: Service, served: Served, prompts: Sequence[list[int]], asked: Asked, record: Record
     ) -> None:
         self.asked, self.count = asked, len(prompts) * asked.n
-        before = 0 if asked.state is None else asked.state.length
-        self._read = sum(before + len(tokens) for tokens in prompts)
+        length, last = (0, []) if asked.state is None else (asked.state.length, [asked.state.pending])
+        self.before = [last + tokens for tokens in prompts]
+        self._read = sum(length + len(tokens) for tokens in prompts)
         self._service, self._record, self._runs = service, record, list[Run]()
         record.read = self._read
         seed = None if asked.seed is None else asked.seed % 2**63
@@ -79,7 +84,7 @@ class Runs:
                 sampling=asked.sampling,
                 keys=keys[number * asked.n : (number + 1) * asked.n],
                 stops=asked.stops,
-                watch=None if asked.watch is None else asked.watch(asked.n),
+                watch=None if asked.watch is None else asked.watch(self.before[number], asked.n),
                 logprobs=asked.logprobs,
                 prompt_logprobs=asked.prompt_logprobs,
                 keep=asked.keep,

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from unrolled.data import VOCABULARY_FILE, Vocabulary
+from unrolled.data import VOCABULARY_FILE, TokenTexts, Vocabulary
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -52,8 +52,13 @@ class Text(Protocol):
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids."""
 
-    def reader(self) -> Reader:
-        """Return a decoder of one sequence."""
+    def reader(self, before: Sequence[int] = ()) -> Reader:
+        """Return a decoder of the ids that follow the ids `before`.
+
+        Args:
+            before: ids that have been decoded already, or the last of them: what a token adds to a text may
+                depend on the token before it. Without any, the ids begin a text.
+        """
 
     def piece(self, id: int) -> str:
         """Return the text of one token; for a part of a character, a name that no other token has."""
@@ -90,7 +95,7 @@ class VocabularyText:
         """Return the text of ids."""
         return self.reader()(ids, final=True)
 
-    def reader(self) -> Reader:
+    def reader(self, before: Sequence[int] = ()) -> Reader:
         """Return a decoder of one sequence."""
         if self._bytes:
             return partial(_read_bytes, codecs.getincrementaldecoder("utf-8")("replace"))
@@ -126,6 +131,7 @@ class TokenizerText:
         else:
             self._tokenizer = _tokenizer(folder / VOCABULARY_FILE, vocabulary.text_tokenizer.to_json())
         self._contents = None if vocabulary is None else vocabulary.text_tokenizer.contents
+        self._texts = TokenTexts(self._tokenizer)
         config = _json(folder / "tokenizer_config.json")
         named = {name: _content(value) for name, value in config.items() if name.endswith("_token")}
         self.special_tokens = {name: value for name, value in named.items() if value is not None}
@@ -155,45 +161,27 @@ class TokenizerText:
         text: str = self._tokenizer.decode(ids)
         return text
 
-    def reader(self) -> Reader:
-        """Return a decoder of one sequence."""
+    def reader(self, before: Sequence[int] = ()) -> Reader:
+        """Return a decoder of the ids that follow the ids `before`."""
         if self._contents is not None:
             utf8 = codecs.getincrementaldecoder("utf-8")("replace")
             return partial(_read_contents, self._contents, utf8)
-        return _StreamReader(self._tokenizer)
+        return self._texts.reader(before)
 
     def piece(self, id: int) -> str:
         """Return the text of one token; for a special token or a part of a character, its name."""
-        text: str = self._tokenizer.decode([id], skip_special_tokens=False)
         name: str | None = self._tokenizer.id_to_token(id)
-        return f"token:{id}" if name is None else name if BROKEN in text or not text else text
+        if name is None:
+            return f"token:{id}"
+        text = self._texts.within(id) if self._texts.visible(id) else ""
+        return name if BROKEN in text or not text else text
 
     def piece_bytes(self, id: int) -> list[int] | None:
         """Return the bytes of one token; None for a part of a character."""
-        text = self._tokenizer.decode([id], skip_special_tokens=False)
+        if id in self._texts.special:
+            return list(self.piece(id).encode())
+        text = self._texts.within(id)
         return None if BROKEN in text else list(text.encode())
-
-
-class _StreamReader:
-    """Decodes with the stream of the library `tokenizers`, and keeps the ids that it has not decoded yet."""
-
-    def __init__(self, tokenizer: "Tokenizer") -> None:
-        from tokenizers.decoders import DecodeStream
-
-        self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)
-        self._held: list[int] = []
-
-    def __call__(self, ids: list[int], final: bool = False) -> str:
-        told = []
-        for id in ids:
-            self._held.append(id)
-            if (text := self._stream.step(self._tokenizer, id)) is not None:
-                told.append(text)
-                self._held.clear()
-        if final and self._held:
-            told.append(self._tokenizer.decode(self._held))
-            self._held.clear()
-        return "".join(told)
 
 
 def _read_bytes(decoder: codecs.IncrementalDecoder, ids: list[int], final: bool = False) -> str:

@@ -65,8 +65,11 @@ class _Completion:
             given if isinstance(given, str) else self._text.decode(given) for given in body.prompts
         ]
         self._logprobs = [
-            CompletionLogprobs(self._text, 0 if body.echo else len(self._echoed[i // self._n]))
-            for i in range(continuing.runs.count)
+            CompletionLogprobs(self._text, [], 0)
+            if body.echo
+            else CompletionLogprobs(self._text, before, len(echoed))
+            for before, echoed in zip(continuing.runs.before, self._echoed, strict=True)
+            for _ in range(self._n)
         ]
         self._about = {
             "id": f"cmpl-{uuid.uuid4().hex}",

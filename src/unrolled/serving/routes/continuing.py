@@ -80,7 +80,11 @@ class Continuing:
 
     def __init__(self, text: Text, runs: Runs, body: TextContinuation) -> None:
         self.text, self.runs, self._tells_usage = text, runs, body.continuous_usage
-        self._choices = [Choice(text, body.stops, runs.asked.stops) for _ in range(runs.count)]
+        self._choices = [
+            Choice(text, before, body.stops, runs.asked.stops)
+            for before in runs.before
+            for _ in range(runs.asked.n)
+        ]
 
     @classmethod
     async def start(
