@@ -171,6 +171,15 @@ def test_a_broken_byte_leaves_what_is_around_it(names: list[str], told: str) -> 
     assert TokenTexts(tokenizer).reader()([tokenizer.token_to_id(name) for name in names]) == told
 
 
+def test_all_of_a_prompt_is_read(tmp_path: Path) -> None:
+    tokenizer = of_words(None, ["the"])
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert TokenizerText(tmp_path).encode("the the the") == [1, 1, 1]
+
+
 def test_a_stop_text_may_begin_with_the_blank_after_the_prompt(tmp_path: Path) -> None:
     TOKENIZERS["bytes"].save(str(tmp_path / "tokenizer.json"))
     text = TokenizerText(tmp_path)

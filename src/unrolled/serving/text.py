@@ -205,11 +205,14 @@ def _tokenizer(path: Path, content: str | None) -> "Tokenizer":
     except ImportError as error:
         raise ImportError(f"{path} needs tokenizers, which is missing: {how_to_install('serve')}") from error
     try:
-        return Tokenizer.from_str(path.read_text(encoding="utf-8") if content is None else content)
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8") if content is None else content)
     except FileNotFoundError as error:
         raise ValueError(f"{path.parent} has no {path.name}") from error
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"{path} is damaged: {error}") from error
+    tokenizer.no_truncation()  # as in transformers, which turns on what a file has only where it is asked for
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _json(path: Path) -> dict[str, Any]:
