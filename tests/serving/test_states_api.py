@@ -9,6 +9,8 @@ from serving.fakes import DIGEST, FakeEngine, FakeStates, served
 
 from unrolled.serving.jobs import EngineError
 from unrolled.serving.snapshot import MOST, Snapshot
+from unrolled.serving.states import States
+from unrolled.serving.store import open_store
 
 
 def snapshot(**changes: Any) -> Snapshot:
@@ -106,6 +108,15 @@ def test_sessions_move_only_for_those_who_know_where_they_point() -> None:
     assert error(http.delete(place, headers=known), 412)
     assert http.delete(place, headers={"If-Match": f'"{two}"'}).status_code == 204
     assert error(http.get(place), 404)
+
+
+@pytest.mark.parametrize("tag", ["abc", "", "A" * 64])
+def test_no_session_points_to_what_is_no_id(tag: str) -> None:
+    http = client(states=States(open_store("memory:"), 0))
+    id = post(http, prompt="a", keep=True)["state"]
+    known = {"If-Match": f'"{tag}"'}
+    assert error(http.put("/v1/sessions/a", json={"state": id}, headers=known), 412)["code"] == "moved"
+    assert error(http.delete("/v1/sessions/a", headers=known), 412)["code"] == "moved"
 
 
 @pytest.mark.parametrize(

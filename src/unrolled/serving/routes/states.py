@@ -1,6 +1,7 @@
 """/v1/states and /v1/sessions: states as files, and names that point to them."""
 
 import asyncio
+import re
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Request
@@ -15,7 +16,8 @@ from unrolled.serving.snapshot import Snapshot
 from unrolled.serving.states import UnknownState
 
 router = APIRouter()
-Id = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="the id of a state")]
+ID = re.compile("[0-9a-f]{64}")
+Id = Annotated[str, Path(pattern=f"^{ID.pattern}$", description="the id of a state")]
 Name = Annotated[str, Path(pattern="^[A-Za-z0-9._:-]{1,128}$", description="the name of a session")]
 FILE = "application/octet-stream"
 
@@ -113,10 +115,12 @@ def _check(snapshot: Snapshot, served: Served) -> None:
 
 
 async def _swap(request: Request, name: str, expected: str | None, new: str | None) -> None:
-    try:
-        moved = await service_of(request).stored(service_of(request).states.move, name, expected, new)
-    except UnknownState:
-        raise ApiError(404, f"there is no state {new}", param="state", code="unknown_state") from None
+    moved = False
+    if expected is None or ID.fullmatch(expected):  # no session points to anything else
+        try:
+            moved = await service_of(request).stored(service_of(request).states.move, name, expected, new)
+        except UnknownState:
+            raise ApiError(404, f"there is no state {new}", param="state", code="unknown_state") from None
     if not moved:
         raise ApiError(412, f"the session {name} points elsewhere by now", param="If-Match", code="moved")
 
