@@ -15,7 +15,7 @@ from unrolled.interop.hf.convert import character_tokenizer, to_transformers
 from unrolled.models import Encoder, EncoderConfig, RecurrentLM
 from unrolled.models.recurrent_lm import RecurrentLMConfig
 from unrolled.ops import native
-from unrolled.serving.jobs import Drawn, Job
+from unrolled.serving.jobs import Drawn, EngineError, Job
 from unrolled.serving.model import Limits, open_model
 from unrolled.serving.runner import PlanRunner
 from unrolled.serving.unplanned import ModelRunner
@@ -123,6 +123,20 @@ def test_a_model_that_no_plan_runs(name, tmp_path, opened):
     assert drawn(served) == expected(model.eval())
     with pytest.raises(UnsupportedError):
         open_model(tmp_path / name, weights="int8")
+
+
+@pytest.mark.parametrize("positions", ["none", "learned"])
+@pytest.mark.parametrize("attention", ["linear", "aft"])
+def test_the_least_limit_of_a_layer_is_that_of_the_model(attention, positions, tmp_path, opened):
+    options = {"linear": {"feature_map": "cosformer", "feature_map_options": {"max_length": 49}}}
+    options["aft"] = {"max_length": 50}
+    options = {"attention": attention, "attention_options": {attention: options[attention]}}
+    TEXT.attach(decoder(**options, positions=positions, max_length=60)).save(tmp_path)
+    served = opened(tmp_path)
+    assert served.n_positions == 50
+    assert len(drawn(served, "0" * 40, 11)) == 11  # the last token is drawn, but not read
+    with pytest.raises(EngineError, match="max_length"):
+        drawn(served, "0" * 40, 12)
 
 
 def test_deterministic_models_without_a_plan_share_no_prefixes(tmp_path, opened):

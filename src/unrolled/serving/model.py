@@ -109,7 +109,7 @@ def open_model(
         created=int(file.stat().st_mtime),
         vocab_size=config.vocab_size,
         start_token=bool(config.start_token),
-        n_positions=config.n_positions,
+        n_positions=runner.n_positions,
         shape=None if shape is None else tuple(shape),
         text=_text(folder, vocabulary),
         engine=Engine(

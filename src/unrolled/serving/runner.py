@@ -48,9 +48,11 @@ class Runner(Protocol):
 
     Attributes:
         vocab_size: number of tokens that can be drawn.
+        n_positions: maximum number of tokens of a sequence; None for any number.
     """
 
     vocab_size: int
+    n_positions: int | None
 
     def rows(self, count: int) -> Rows:
         """Make `count` rows, all idle."""
@@ -92,6 +94,7 @@ class PlanRunner:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.vocab_size = plan, plan.config.vocab_size
+        self.n_positions = plan.positions_left(plan.init_state(1))
 
     def rows(self, count: int) -> Batch:
         """Make `count` rows, all idle."""
