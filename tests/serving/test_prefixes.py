@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unrolled.serving import prefixes
-from unrolled.serving.prefixes import SHORTEST, Prefixes
+from unrolled.serving.prefixes import OVERHEAD, SHORTEST, Prefixes
+
+STATE = 10**6  # bytes
 
 # Few tokens and repeated beginnings, so that prompts part at many places.
 PIECES = st.lists(st.sampled_from([b"aaaaaaaaaaaaaaaa", b"bbbb", b"abababababababab", b"c"]), max_size=6)
@@ -30,12 +32,12 @@ def test_it_finds_the_longest_prefix_and_where_a_prompt_parts_from_others(kept, 
     useful = best + SHORTEST <= parts < len(prompt)
     state = known.get(prompt[:best].tobytes()) if best else None
     assert tree.find(prompt) == (best, state, parts if useful else None)
-    assert tree.nbytes == len(known)
+    assert tree.nbytes == len(known) + size(tree._root) - OVERHEAD  # less that of the root
 
 
 @given(st.lists(st.tuples(PROMPTS, st.booleans()), max_size=30), st.integers(1, 5))
 def test_what_was_not_used_for_the_longest_time_goes_first(prompts, most):
-    tree, known = Prefixes(most), {}
+    tree, known = Prefixes(most * STATE + STATE // 2), {}  # the tree itself takes less than half a state
     for number, (tokens, looked_up) in enumerate(prompts):
         if looked_up:
             depth, state, _ = tree.find(tokens)
@@ -47,23 +49,38 @@ def test_what_was_not_used_for_the_longest_time_goes_first(prompts, most):
                 assert state == known[found]
                 known[found] = known.pop(found)
         elif len(tokens) >= SHORTEST:
-            tree.keep(tokens, number, 1)
+            tree.keep(tokens, number, STATE)
             known.pop(tokens.tobytes(), None)
             known[tokens.tobytes()] = number
             if len(known) > most:
                 del known[next(iter(known))]
-        assert tree.nbytes == len(known)
+        assert tree.nbytes == len(known) * STATE + size(tree._root) - OVERHEAD
 
 
 def nodes(node):
     return 1 + sum(map(nodes, node.children.values()))
 
 
+def size(node):
+    """Bytes of the tree from a node on."""
+    return OVERHEAD + node.tokens.nbytes + sum(map(size, node.children.values()))
+
+
 def test_branches_without_a_state_are_dropped():
-    tree = Prefixes(1)
+    tree = Prefixes(STATE + STATE // 2)
     for first in range(50):
-        tree.keep(np.full(20, first), first, 1)
+        tree.keep(np.full(20, first), first, STATE)
     assert nodes(tree._root) == 2
+
+
+def test_long_prompts_count_also_if_their_states_are_small():
+    tree = Prefixes(20_000)
+    for first in range(50):
+        tree.keep(np.full(1_000, first), first, 1)
+    assert nodes(tree._root) == 3
+    assert tree.nbytes == 2 * (1 + 8_000 + OVERHEAD)
+    tree.keep(np.full(3_000, 50), 50, 1)
+    assert nodes(tree._root) == 3
 
 
 def test_states_that_are_too_large_are_not_kept():

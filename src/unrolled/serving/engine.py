@@ -55,7 +55,7 @@ class Engine:
         digest: digest of the model for snapshots, 64 hex digits.
         rows: maximum number of continuations at a time.
         memory: maximum memory in bytes for the states of all running jobs.
-        prefix_memory: maximum memory in bytes for the states of prompts that are kept for other prompts.
+        prefix_memory: maximum memory in bytes for the prompts and states that are kept for other prompts.
         queue: maximum number of jobs that wait.
         chunk: maximum number of tokens of a prompt that are read between two blocks of drawing.
         threads: number of threads of the kernels; None for that of torch.
@@ -134,7 +134,7 @@ class Engine:
 
     @property
     def prefix_bytes(self) -> int:
-        """Bytes of the states that are kept for other prompts."""
+        """Bytes of the prompts and states that are kept for other prompts."""
         return self._prefixes.nbytes
 
     def state_bytes(self, tokens: int) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SHORTEST = 16  # minimum tokens for a kept state: fewer are read as fast as a state is copied
+OVERHEAD = 1024  # bytes of a node besides its tokens and the tensors of its state
 
 Tokens = NDArray[np.int64]
 
@@ -30,10 +31,10 @@ class Prefixes:
     """States of prompts, by the tokens that they have read, up to a number of bytes.
 
     Args:
-        most_bytes: maximum number of bytes of all states.
+        most_bytes: maximum number of bytes of all states and of the tree of their tokens.
 
     Attributes:
-        nbytes: bytes of the states that are kept.
+        nbytes: bytes of the states and of the tree.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -69,7 +70,7 @@ class Prefixes:
 
     def keep(self, tokens: Tokens, state: Any, nbytes: int) -> None:
         """Keep the state of a prompt after these tokens; the state must not be changed afterwards."""
-        if len(tokens) < SHORTEST or nbytes > self.most_bytes:
+        if len(tokens) < SHORTEST or nbytes + tokens.nbytes + OVERHEAD > self.most_bytes:
             return
         node = self._node(tokens)
         self._forget_state(node)
@@ -89,6 +90,7 @@ class Prefixes:
             if child is None:
                 child = _Node(tokens[depth:].copy(), len(tokens), node)
                 node.children[int(tokens[depth])] = child
+                self.nbytes += child.tokens.nbytes + OVERHEAD
                 return child
             common = _common(child.tokens, tokens[depth:])
             if common < len(child.tokens):
@@ -104,6 +106,7 @@ class Prefixes:
         parent.children[int(middle.tokens[0])] = middle
         node.tokens, node.parent = node.tokens[length:].copy(), middle
         middle.children[int(node.tokens[0])] = node
+        self.nbytes += OVERHEAD
         return middle
 
     def _forget_state(self, node: _Node) -> None:
@@ -116,6 +119,7 @@ class Prefixes:
         """Drop a branch that leads to no state."""
         while node.state is None and not node.children and (parent := node.parent) is not None:
             del parent.children[int(node.tokens[0])]
+            self.nbytes -= node.tokens.nbytes + OVERHEAD
             node = parent
 
 
