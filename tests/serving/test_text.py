@@ -272,7 +272,12 @@ def test_a_watch_tells_how_many_tokens_to_keep() -> None:
 def test_templates_are_sandboxed_and_have_what_hugging_face_gives() -> None:
     template = "{{ bos_token }}{% for m in messages %}{{ m | tojson }}{% break %}{% endfor %}{{ strftime_now('%%') }}"
     assert render(template, MESSAGES, {"bos_token": "<s>"}) == '<s>{"role": "user", "content": "hi"}%'
+    marked = "{% for m in messages %}{% generation %}{{ m.content }}{% set x = 1 %}{% endgeneration %}{{ x }}{% endfor %}"
+    assert render(marked, MESSAGES, {}) == "hi"
+    dumped = "{{ {'b': 'é', 'a': 1} | tojson(ensure_ascii=true, separators=(',', ':'), sort_keys=true) }}"
+    assert render(dumped, MESSAGES, {}) == r'{"a":1,"b":"\u00e9"}'
     for wrong in (
+        "{% generation %}",
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.append(1) }}",
         "{% if %}",

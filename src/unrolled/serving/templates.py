@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jinja2 import Template
+    from jinja2.ext import Extension
 
 
 def render(template: str, messages: Sequence[Mapping[str, str]], special_tokens: Mapping[str, str]) -> str:
@@ -37,15 +38,42 @@ def _compiled(template: str) -> "Template":
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation()]
     )
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
     return environment.from_string(template)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _generation() -> "type[Extension]":
+    """Return the tag `generation`, with which templates mark answers for training; here it has no effect."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 - as in the base class
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(
+                parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
+            )
+
+    return Generation
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON, with the arguments that transformers has."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: str) -> None:
