@@ -8,6 +8,7 @@ from torch import Tensor
 
 from unrolled.decode import Plan, PlanState
 from unrolled.decode.batch import Batch, Drawing
+from unrolled.serving.snapshot import MOST
 
 Wanted = Literal["none", "last", "all"]
 
@@ -94,7 +95,8 @@ class PlanRunner:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.vocab_size = plan, plan.config.vocab_size
-        self.n_positions = plan.positions_left(plan.init_state(1))
+        left = plan.positions_left(plan.init_state(1))
+        self.n_positions = left if left is not None and left < MOST else None
 
     def rows(self, count: int) -> Batch:
         """Make `count` rows, all idle."""
