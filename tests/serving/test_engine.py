@@ -12,6 +12,7 @@ from planned import MODELS, V, decoder
 from unrolled.decode import plan
 from unrolled.decode.request import Request, Sampling
 from unrolled.ops import native
+from unrolled.serving import jobs
 from unrolled.serving.engine import Engine
 from unrolled.serving.jobs import (
     BusyError,
@@ -20,6 +21,7 @@ from unrolled.serving.jobs import (
     Finished,
     Job,
     Prompted,
+    Run,
     StoppingError,
     TimedOutError,
     TooLargeError,
@@ -266,6 +268,58 @@ def test_cancelling_frees_the_rows():
     assert asyncio.run(go()) == expected(model, [2], 3)
     assert engine.active == 0
     engine.drain(5)
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("plan", 3000), ("model", 150)])
+def test_a_job_waits_for_a_client_that_takes_nothing(kind, limit, monkeypatch):
+    monkeypatch.setattr(jobs, "MOST_EVENTS", 4)
+    model = decoder()
+    engine = made(model, kind, rows=2)
+
+    async def go():
+        slow = engine.submit(job(model, [1], limit))
+        while not slow.behind:
+            await asyncio.sleep(0.001)
+        other = await result(engine.submit(job(model, [2], 20)))  # the rows of others go on
+        before = engine.counts["drawn"]
+        await asyncio.sleep(0.05)
+        assert engine.counts["drawn"] == before < limit, "nothing is drawn, and so all rows wait"
+        return await result(slow), other
+
+    [slow, other] = asyncio.run(go())
+    engine.drain(5)
+    assert slow[0] == expected(model, [1], limit)
+    assert other[0] == expected(model, [2], 20)
+
+
+def test_others_run_while_a_client_takes_many_events():
+    async def go():
+        run, turns, taken = Run(job(decoder(), [1], 1), lambda: None), 0, 0
+
+        async def other():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        async def take():
+            nonlocal taken
+            async for _ in run:
+                taken += 1
+                if taken == 60:
+                    run.cancel()
+
+        for _ in range(100):
+            run.deliver(Drawn(0, [1]))
+        task = asyncio.create_task(other())
+        with pytest.raises(EngineError, match="given up"):
+            await take()
+        task.cancel()
+        return taken, turns
+
+    taken, turns = asyncio.run(go())
+    assert taken == 60
+    assert turns >= 60
 
 
 def test_a_job_is_given_up_at_its_deadline_whether_it_runs_or_waits():

@@ -186,6 +186,8 @@ class Engine:
     def _wait(self) -> bool:
         """Wait for something to do; return False if the engine is to end."""
         with self._changed:
+            if self._writing.active and self._writing.waits and not self._reading:
+                self._changed.wait(BLOCK_SECONDS)
             while not (self._waiting or self._running or self._draining or self._closed):
                 self._changed.wait()
             return not self._closed and bool(self._waiting or self._running or not self._draining)
@@ -249,7 +251,7 @@ class Engine:
 
     def _draw(self) -> None:
         """Draw a block of tokens for all rows."""
-        if not self._writing.active:
+        if self._writing.waits:
             return
         began = time.perf_counter()
         try:
@@ -296,6 +298,8 @@ class Engine:
     def _tell(self) -> None:
         """Deliver the events, those of each event loop in one call."""
         told, self._told = self._told, []
+        for run, _ in told:
+            run.told += 1
         loops = {run.loop for run, _ in told}
         for loop in loops:
             own = [(run, event) for run, event in told if run.loop is loop]

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from unrolled.decode.request import Sampling
 from unrolled.serving.snapshot import Snapshot
 
+MOST_EVENTS = (
+    256  # that wait for a client, of a run: some seconds of drawing, and some MB with log probabilities
+)
+
 Watch = Callable[[int, list[int]], int | None]
 
 
@@ -120,8 +124,11 @@ Event = Prompted | Drawn | Finished
 class Run:
     """A job in the engine. Iterate over it for its events: `Prompted`, any number of `Drawn`, `Finished`.
 
+    Attributes:
+        told: number of events so far, of which some may not have been delivered yet.
+
     Raises:
-        EngineError: in the iteration, if the job fails.
+        EngineError: in the iteration, if the job fails or is given up.
     """
 
     def __init__(self, job: Job, wake: Callable[[], None]) -> None:
@@ -129,6 +136,7 @@ class Run:
         self.cancelled = False
         self.loop = asyncio.get_running_loop()
         self._wake = wake
+        self.told = self._taken = 0
         self._events: asyncio.Queue[Event | EngineError] = asyncio.Queue()
 
     def cancel(self) -> None:
@@ -136,15 +144,23 @@ class Run:
         self.cancelled = True
         self._wake()
 
+    @property
+    def behind(self) -> bool:
+        """Whether the client takes the events so slowly that no more should be made for now."""
+        return self.told - self._taken > MOST_EVENTS
+
     def deliver(self, event: Event | EngineError) -> None:
         """Add an event; called in the thread of the event loop."""
         self._events.put_nowait(event)
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        while True:
+        while not self.cancelled:
             event = await self._events.get()
+            self._taken += 1
+            await asyncio.sleep(0)  # `get` does not let others run while there are events
             if isinstance(event, EngineError):
                 raise event
             yield event
             if isinstance(event, Finished):
                 return
+        raise EngineError("the job was given up")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from unrolled.decode import Plan, PlanState
 from unrolled.decode.batch import Batch, Drawing
+from unrolled.ops import native
 from unrolled.serving.snapshot import MOST
 
 Wanted = Literal["none", "last", "all"]
@@ -30,6 +31,9 @@ class Rows(Protocol):
 
     def draw(self, most: int) -> None:
         """Draw up to `most` tokens for each active row; the last token of a row that ends is not read."""
+
+    def pause(self, row: int, paused: bool) -> None:
+        """Leave a row that has not ended as it is, or continue it again."""
 
     def end(self, row: int, length: int) -> None:
         """End a row after `length` of its new tokens."""
@@ -86,6 +90,14 @@ class Runner(Protocol):
         """
 
 
+class PlanRows(Batch):
+    """Rows of a plan that can be paused."""
+
+    def pause(self, row: int, paused: bool) -> None:
+        """Leave a row that has not ended as it is, or continue it again."""
+        self._status[row] = native.enum("RowStatus")["ENDED" if paused else "ACTIVE"]
+
+
 class PlanRunner:
     """Runs a plan.
 
@@ -98,9 +110,9 @@ class PlanRunner:
         left = plan.positions_left(plan.init_state(1))
         self.n_positions = left if left is not None and left < MOST else None
 
-    def rows(self, count: int) -> Batch:
+    def rows(self, count: int) -> PlanRows:
         """Make `count` rows, all idle."""
-        return Batch(self.plan, torch.empty(count, self.vocab_size))
+        return PlanRows(self.plan, torch.empty(count, self.vocab_size))
 
     def empty(self) -> PlanState:
         """The state of a sequence before its first token."""

@@ -189,15 +189,15 @@ async def _merged(runs: Sequence[Run]) -> AsyncIterator[tuple[int, Event]]:
         async for event in runs[0]:
             yield 0, event
         return
-    queue = asyncio.Queue[tuple[int, Event] | Exception | None]()
+    queue = asyncio.Queue[tuple[int, Event] | Exception | None](1)  # the others wait in their runs
 
     async def pass_on(number: int, run: Run) -> None:
         try:
             async for event in run:
-                queue.put_nowait((number, event))
-            queue.put_nowait(None)
+                await queue.put((number, event))
+            await queue.put(None)
         except Exception as error:
-            queue.put_nowait(error)
+            await queue.put(error)
 
     tasks = [asyncio.create_task(pass_on(number, run)) for number, run in enumerate(runs)]
     try:

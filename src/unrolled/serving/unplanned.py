@@ -119,6 +119,10 @@ class ModelRows:
                 if self.active[row]:
                     self._draw_one(row, step)
 
+    def pause(self, row: int, paused: bool) -> None:
+        """Leave a row that has not ended as it is, or continue it again."""
+        self.active[row] = not paused
+
     def end(self, row: int, length: int) -> None:
         """End a row after `length` of its new tokens."""
         self.length[row], self.active[row] = length, False

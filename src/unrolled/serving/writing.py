@@ -21,6 +21,7 @@ class _Continuation:
     def __init__(self, reading: Reading, index: int, row: int) -> None:
         self.reading, self.job, self.index, self.row = reading, reading.run.job, index, row
         self.told = 0  # number of tokens sent to the client
+        self.paused = False  # whether its row waits for the client
 
 
 class Writing:
@@ -44,6 +45,11 @@ class Writing:
     def active(self) -> int:
         """Number of continuations that have not ended."""
         return len(self._open)
+
+    @property
+    def waits(self) -> bool:
+        """Whether all continuations that have not ended wait for their clients."""
+        return all(x.reading.run.behind for x in self._open.values())
 
     @property
     def runs(self) -> list[Run]:
@@ -82,8 +88,13 @@ class Writing:
         self._snapshots.pop(run, None)
 
     def draw(self, most: int) -> list[tuple[Run, Event | EngineError]]:
-        """Draw up to `most` tokens for every continuation; return the events."""
-        before = {row: self._before(x) for row, x in self._open.items() if x.job.watch and x.job.keep}
+        """Draw up to `most` tokens for every continuation that waits for no client; return the events."""
+        for row, x in self._open.items():
+            if x.paused != x.reading.run.behind:
+                x.paused = not x.paused
+                self._rows.pause(row, x.paused)
+        drawn = {row: x for row, x in self._open.items() if not x.paused}
+        before = {row: self._before(x) for row, x in drawn.items() if x.job.watch and x.job.keep}
         self._rows.draw(most)
         told: list[tuple[Run, Event | EngineError]] = []
         for row in self._rows.failed():
@@ -92,7 +103,7 @@ class Writing:
                 told.append((run, EngineError(self._rows.reason(row))))
                 self.drop(run)
         active = self._rows.active.tolist()
-        for row, continuation in list(self._open.items()):
+        for row, continuation in drawn.items():
             if row not in self._open:  # its job has failed
                 continue
             try:
