@@ -60,6 +60,11 @@ def talking(engine: Any = None, **changes: Any) -> Any:
         ),
         ({"temperature": "1"}, "temperature", "temperature: input should be a valid number"),
         ({"temperature": -1}, "temperature", "temperature: input should be greater than or equal to 0"),
+        (
+            {"repetition_penalty": 1e-320},
+            "repetition_penalty",
+            "repetition_penalty: input should be greater than or equal to 0.000001",
+        ),
         ({"top_p": 0}, "top_p", "top_p: input should be greater than 0"),
         ({"top_k": 0}, "top_k", "top_k: input should be greater than or equal to 1"),
         ({"n": 129}, "n", "n: input should be less than or equal to 128"),

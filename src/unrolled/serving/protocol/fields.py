@@ -71,7 +71,8 @@ class TextContinuation(Continuation):
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    # Logits are divided by it: from here on, they do not become infinite.
+    repetition_penalty: Annotated[float, Field(ge=1e-6)] | None = None
     stop: Stops | None = None
     ignore_eos: bool | None = Field(None, description="do not end at a token that ends a text")
     stream_options: StreamOptions | None = None
