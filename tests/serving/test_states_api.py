@@ -7,7 +7,7 @@ import torch
 from serving.clients import client, error, post
 from serving.fakes import DIGEST, FakeEngine, FakeStates, served
 
-from unrolled.serving.jobs import EngineError
+from unrolled.serving.jobs import EngineError, TimedOutError
 from unrolled.serving.snapshot import MOST, Snapshot
 from unrolled.serving.states import States
 from unrolled.serving.store import open_store
@@ -66,13 +66,20 @@ def test_damaged_states_are_refused() -> None:
     assert error(http.put(f"/v1/states/{'0' * 64}", content=content), 400)["code"] == "damaged_state"
 
 
-@pytest.mark.parametrize(("value", "status"), [(float("nan"), 400), (1.0, 500)])
+@pytest.mark.parametrize(("value", "status"), [(float("nan"), 400), (float("inf"), 400), (1.0, 500)])
 def test_a_state_of_nan_is_the_fault_of_the_client(value: float, status: int) -> None:
     http = client(served(FakeEngine(fails=EngineError("logits hold NaN"), block=1)))
     wrong = snapshot(tensors={"s": torch.tensor([value])})
     assert http.put(f"/v1/states/{wrong.id}", content=wrong.to_bytes()).status_code == 201
     answer = http.post("/v1/completions", json={"model": "book", "state": wrong.id})
     assert error(answer, status)["code"] == ("damaged_state" if status == 400 else "engine_error")
+
+
+def test_a_state_of_nan_is_not_why_a_job_was_late() -> None:
+    http = client(served(FakeEngine(fails=TimedOutError(), block=1)))
+    wrong = snapshot(tensors={"s": torch.tensor([float("nan")])})
+    http.put(f"/v1/states/{wrong.id}", content=wrong.to_bytes())
+    error(http.post("/v1/completions", json={"model": "book", "state": wrong.id}), 504)
 
 
 def test_a_store_that_does_not_work() -> None:

@@ -119,8 +119,8 @@ class Runs:
         except ApiError:
             raise
         except Exception as error:
-            if isinstance(error, EngineError) and _damaged(self.asked.state):
-                raise invalid("the state holds NaN", "state", "damaged_state") from error
+            if type(error) is EngineError and _damaged(self.asked.state):
+                raise invalid("the state holds NaN or infinity", "state", "damaged_state") from error
             raise of_engine(error) from error
         finally:
             self.cancel()
@@ -180,8 +180,8 @@ def room(served: Served, length: int, asked: int | None, default: int, param: st
 
 
 def _damaged(state: Snapshot | None) -> bool:
-    """Whether NaN in a state, which may come from a client, can be why the engine failed."""
-    return state is not None and any(bool(x.isnan().any()) for x in state.tensors.values())
+    """Whether NaN or infinity in a state, which may come from a client, can be why the engine failed."""
+    return state is not None and not all(bool(x.isfinite().all()) for x in state.tensors.values())
 
 
 async def _merged(runs: Sequence[Run]) -> AsyncIterator[tuple[int, Event]]:
