@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planned import MODELS, V, decoder
+from planned import MODELS, V, decoder, of
 
 from unrolled.decode import plan
 from unrolled.decode.request import Request, Sampling
@@ -24,10 +24,12 @@ from unrolled.serving.jobs import (
     Run,
     StoppingError,
     TimedOutError,
+    TokenLogprob,
     TooLargeError,
 )
+from unrolled.serving.reading import logprobs
 from unrolled.serving.runner import PlanRunner
-from unrolled.serving.snapshot import MOST
+from unrolled.serving.snapshot import MOST, Snapshot
 from unrolled.serving.unplanned import ModelRunner
 
 if not native.available():
@@ -420,6 +422,9 @@ def test_a_job_that_fails_leaves_the_others():
         good, bad = engine.submit(job(model, [1], 20)), engine.submit(job(model, [7], 20))
         with pytest.raises(EngineError, match="must define a distribution"):
             await result(bad)
+        known = job(model, [7, 1], 0, logprobs=1, prompt_logprobs=True)  # JSON has no NaN
+        with pytest.raises(EngineError, match="must define a distribution"):
+            await result(engine.submit(known))
         return await result(good)
 
     tokens, *_ = asyncio.run(go())
@@ -545,6 +550,42 @@ def test_nobody_waits_for_an_engine_that_failed(monkeypatch):
             engine.submit(job(model, [1], 1))
 
     asyncio.run(go())
+
+
+def test_what_is_impossible_has_a_log_probability_in_json():
+    [told] = logprobs(torch.tensor([[0.0, -float("inf")]]), torch.tensor([1]), 2)
+    assert told == TokenLogprob(1, -9999.0, [(0, 0.0), (1, -9999.0)])
+
+
+@pytest.mark.parametrize("name", ["rwkv7", "aft", "window"])
+def test_tensors_that_are_no_state_of_a_model_without_a_plan_are_refused(name):
+    runner = ModelRunner(
+        decoder(**of(name, **({"window": 4, "dilation": 2} if name == "window" else {}))).eval()
+    )
+    _, state = runner.read(torch.arange(9), runner.empty(), "none")
+    tensors = runner.tensors(state)
+    logits, _ = runner.read(torch.tensor([1]), runner.state(tensors, 9), "last")
+    assert torch.equal(logits, runner.read(torch.tensor([1]), state, "last")[0])
+    for key, x in tensors.items():
+        for wrong in (torch.cat([x, x]), x.flatten()[None], x[:0], x.half(), x[None]):
+            if wrong.shape != x.shape or wrong.dtype != x.dtype:
+                with pytest.raises(ValueError, match="the state"):
+                    runner.state(tensors | {key: wrong}, 9)
+    with pytest.raises(ValueError, match="position of the state must be 8"):
+        runner.state(tensors, 8)
+
+
+def test_a_state_at_the_last_position_is_a_state():
+    runner = ModelRunner(decoder(**of("aft", max_length=9)))
+    _, state = runner.read(torch.arange(9), runner.empty(), "none")
+    assert runner.state(runner.tensors(state), 9).position == 9
+
+
+def test_the_state_of_a_performer_is_kept():
+    runner = ModelRunner(decoder(**of("performer")))
+    _, state = runner.read(torch.arange(9), runner.empty(), "none")
+    snapshot = Snapshot(DIGEST, 10, 1, runner.tensors(state))
+    assert Snapshot.of_bytes(snapshot.to_bytes()) == snapshot
 
 
 @pytest.mark.parametrize("name", ["linear", "softmax"])

@@ -11,6 +11,8 @@ from unrolled.serving.prefixes import SHORTEST, Prefixes
 from unrolled.serving.runner import Runner, Wanted
 from unrolled.serving.snapshot import Snapshot
 
+LEAST = -9999.0  # log probability of what is impossible, as OpenAI has it: JSON has no infinity
+
 
 class Reading:
     """Reads the tokens of a job in chunks, from the longest prefix whose state is kept.
@@ -113,14 +115,20 @@ class Reading:
 
 
 def logprobs(logits: Tensor, tokens: Tensor, top: int) -> list[TokenLogprob]:
-    """Return the log probabilities of tokens.
+    """Return the log probabilities of tokens, at least `LEAST`.
 
     Args:
         logits: [n, vocab_size].
         tokens: [n], one for each row.
         top: number of most likely tokens of each row to return too.
+
+    Raises:
+        ValueError: a row of logits is not a distribution.
     """
     all_ = logits.double().log_softmax(-1)
+    if bool(all_.isnan().any()):
+        raise ValueError("logits hold NaN, +inf or only -inf, but must define a distribution")
+    all_ = all_.clamp(min=LEAST)
     own = all_.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).tolist()
     values, ids = all_.topk(min(top, logits.shape[-1]), -1)
     return [

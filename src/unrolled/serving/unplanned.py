@@ -61,15 +61,32 @@ class ModelRunner:
 
     def tensors(self, state: Any) -> dict[str, Tensor]:
         """Return the tensors of a state by name."""
-        return {name: x.detach().contiguous().clone() for name, x in leaves(state).items()}
+        # The format gives a row of one, which may have any stride, the stride that its bytes need.
+        return {
+            name: x.detach().clone(memory_format=torch.contiguous_format) for name, x in leaves(state).items()
+        }
 
     def state(self, tensors: Mapping[str, Tensor], tokens: int) -> Any:
         """Make the state after `tokens` tokens from what the method `tensors` returned."""
         like = self.model.init_state(1)
         expected = leaves(like)
-        check_names(tensors, expected)  # the layers check shapes and dtypes when they read
+        check_names(tensors, expected)
+        for name, x in tensors.items():
+            if name.split(".")[-1] == "position" and not (x.numel() == 1 and x.item() == tokens):
+                raise ValueError(f"{name} of the state must be {tokens}, its number of tokens")
         in_order = iter([tensors[name].clone() for name in expected])
-        return map_tensors(lambda _: next(in_order), like)
+        state = map_tensors(lambda _: next(in_order), like)
+        if self.n_positions is None or tokens < self.n_positions:
+            self._check(state)
+        return state
+
+    @torch.no_grad()
+    def _check(self, state: Any) -> None:
+        """Read a token, for the layers check shapes and dtypes when they read; the state stays as it is."""
+        try:
+            self.model.step(torch.zeros(1, dtype=torch.long), state)
+        except Exception as error:  # of any type: a client may have sent anything
+            raise ValueError(f"the state does not fit the model: {error}") from error
 
     def _after(self, tokens: int) -> Any:
         """The state after `tokens` zeros, whose shapes are those of any sequence of this length."""
