@@ -44,9 +44,7 @@ class TokenTexts:
     def stands(self, id: int) -> bool:
         """Whether a token has a text whatever the next tokens are."""
         name = self._tokenizer.id_to_token(id)
-        if id in self.special or name is None:
-            return False
-        if name.startswith("<0x"):  # a byte, which the library joins to other bytes
+        if id in self.special or name is None or name.startswith("<0x"):  # a byte, joined to other bytes
             return False
         text = self.after(None, [id])
         return bool(text) and BROKEN not in text

@@ -187,7 +187,7 @@ class Engine:
         """Wait for something to do; return False if the engine is to end."""
         with self._changed:
             if self._writing.active and self._writing.waits and not self._reading:
-                self._changed.wait(BLOCK_SECONDS)
+                self._changed.wait(BLOCK_SECONDS)  # nobody tells when a client has taken events: look again
             while not (self._waiting or self._running or self._draining or self._closed):
                 self._changed.wait()
             return not self._closed and bool(self._waiting or self._running or not self._draining)
@@ -219,9 +219,7 @@ class Engine:
             self._used += entry.nbytes
             try:
                 self._reading.append(Reading(entry.run, self.runner, self._prefixes))
-            except (
-                Exception
-            ) as error:  # only this request fails, such as one whose state does not fit the model
+            except Exception as error:  # of any type: it must end only this job, not the engine
                 _LOG.exception("a job could not be started")
                 self._writing.give_back(len(entry.job.keys))
                 self._fail(entry.run, EngineError(str(error)))

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from unrolled.decode.request import Sampling
 from unrolled.serving.snapshot import Snapshot
 
-MOST_EVENTS = (
-    256  # that wait for a client, of a run: some seconds of drawing, and some MB with log probabilities
-)
+MOST_EVENTS = 256
+"""Maximum number of events of a job that wait for its client: seconds of drawing, and some MB at most."""
 
 Watch = Callable[[int, list[int]], int | None]
 
