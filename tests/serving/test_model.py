@@ -131,9 +131,10 @@ def test_the_least_limit_of_a_layer_is_that_of_the_model(attention, positions, t
     options = {"linear": {"feature_map": "cosformer", "feature_map_options": {"max_length": 49}}}
     options["aft"] = {"max_length": 50}
     options = {"attention": attention, "attention_options": {attention: options[attention]}}
-    TEXT.attach(decoder(**options, positions=positions, max_length=60)).save(tmp_path)
+    model = decoder(**options, positions=positions, max_length=60)
+    TEXT.attach(model).save(tmp_path)
     served = opened(tmp_path)
-    assert served.n_positions == 50
+    assert served.n_positions == ModelRunner(model).n_positions == 50
     assert len(drawn(served, "0" * 40, 11)) == 11  # the last token is drawn, but not read
     with pytest.raises(EngineError, match="max_length"):
         drawn(served, "0" * 40, 12)
