@@ -3,6 +3,7 @@
 import pytest
 import torch
 from hf_models import make
+from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -104,3 +105,14 @@ def test_padding_is_no_part_of_the_loss_that_is_reported(kind, tmp_path):
     with torch.no_grad():
         expected = model.model.loss(ids, targets, key_padding_mask=padding)
     assert found == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_smoothed_labels_are_those_of_the_next_token(tmp_path):
+    model = make().float()
+    trainer = Trainer(model, arguments(tmp_path, 4, label_smoothing_factor=0.1))
+    ids = torch.arange(8).unsqueeze(0)
+    with torch.no_grad():
+        found = trainer.compute_loss(model, {"input_ids": ids, "labels": ids.clone()})
+        logits = model(ids).logits
+    expected = cross_entropy(logits[0, :-1], ids[0, 1:], label_smoothing=0.1)
+    assert float(found) == pytest.approx(float(expected), rel=1e-6)

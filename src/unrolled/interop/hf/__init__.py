@@ -12,6 +12,8 @@ try:
 except ImportError as error:
     raise ImportError(f"unrolled.interop.hf needs transformers: {how_to_install('hf')}") from error
 
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from unrolled.interop.hf.accelerate import accelerate, restore
 from unrolled.interop.hf.cache import StateCache, StateLayer
 from unrolled.interop.hf.causal_lm import UnrolledForCausalLM
@@ -61,3 +63,5 @@ for auto, kind in (
     (transformers.AutoModelForSequenceClassification, UnrolledForSequenceClassification),
 ):
     auto.register(UnrolledConfig, kind, exist_ok=True)
+# `register` does not add the name, and `Trainer` shifts the labels that it smooths only for these names.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[UnrolledConfig.model_type] = UnrolledForCausalLM.__name__
