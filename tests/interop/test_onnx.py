@@ -19,7 +19,14 @@ from unrolled.interop.onnx import folder as folder_module
 from unrolled.interop.onnx.forms import copysign, log_sigmoid
 from unrolled.interop.onnx.graph import Recurrence
 from unrolled.interop.onnx.write import DisagreementError, compare
-from unrolled.models import Decoder, DecoderConfig, RecurrentLM, RecurrentLMConfig
+from unrolled.models import (
+    Decoder,
+    DecoderConfig,
+    PerceiverAR,
+    PerceiverARConfig,
+    RecurrentLM,
+    RecurrentLMConfig,
+)
 from unrolled.ops import state as states
 
 pytest.importorskip("onnxruntime")
@@ -42,6 +49,12 @@ def make(attention: str, **fields: Any) -> Decoder:
         if x.dim() > 1:
             torch.nn.init.normal_(x, std=0.2)
     return model
+
+
+def make_perceiver(**fields: Any) -> PerceiverAR:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "n_layers": 2, "n_heads": 2, "n_latents": 4}
+    return PerceiverAR(PerceiverARConfig(VOCABULARY, **sizes, **fields)).eval()
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
@@ -213,6 +226,8 @@ def test_a_graph_of_other_weights_is_detected(pair):
         (lambda: make("linear"), {"sampling": {"temprature": 1}}, ValueError, "sampling has"),
         (lambda: make("linear"), {"sampling": {"top_p": 5}}, ValueError, r"top_p is 5, but must be in \(0, 1\]"),
         (lambda: torch.nn.Linear(2, 2), {}, UnsupportedError, "Linear cannot be exported: it lacks init_state"),
+        (lambda: make_perceiver(max_length=5), {}, UnsupportedError, "n_latents is 4, but must be .*positions, 5$"),
+        (lambda: make_perceiver(positions="none"), {}, UnsupportedError, "positions 'none' do not limit"),
         (lambda: make("topk"), {}, UnsupportedError, "depends on the number of tokens read; linear, window"),
     ],
 )  # fmt: skip
@@ -220,6 +235,14 @@ def test_what_cannot_be_exported(model, options, error, message, tmp_path):
     with pytest.raises(error, match=message):
         export(model(), tmp_path, **options)
     assert not list(tmp_path.iterdir())
+
+
+@torch.no_grad()
+def test_a_perceiver_whose_positions_are_all_latents_can_be_exported():
+    model = make_perceiver(max_length=4)
+    recurrence = Recurrence(model)
+    state = [leaf.initial(2) for leaf in recurrence.leaves]
+    torch.testing.assert_close(recurrence(tokens(2, 4), *state)[0], model(tokens(2, 4)))
 
 
 def test_a_fused_graph_with_another_input_length_than_the_plain_one_is_refused(tmp_path, monkeypatch):

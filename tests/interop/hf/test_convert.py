@@ -10,7 +10,16 @@ from transformers import AutoTokenizer, pipeline
 from unrolled.contract import UnsupportedError
 from unrolled.data._codec import Codec
 from unrolled.interop import hf
-from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig, RecurrentLM, RecurrentLMConfig
+from unrolled.models import (
+    Decoder,
+    DecoderConfig,
+    Encoder,
+    EncoderConfig,
+    PerceiverAR,
+    PerceiverARConfig,
+    RecurrentLM,
+    RecurrentLMConfig,
+)
 
 TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak!"
 CHARACTERS = sorted(set(TEXT))
@@ -78,6 +87,8 @@ def test_generation_continues_a_decoder_state(tmp_path):
 def test_what_has_no_class_is_refused():
     with pytest.raises(UnsupportedError, match="a RecurrentLM has no class for transformers; use a Decoder"):
         hf.to_transformers(RecurrentLM(RecurrentLMConfig(9)))
+    with pytest.raises(UnsupportedError, match="a PerceiverAR has no class for transformers"):
+        hf.to_transformers(PerceiverAR(PerceiverARConfig(9, **SIZE)))
     for fields in ({"input_dim": 3}, {"vocab_size": 9, "output": "tokens"}):
         with pytest.raises(UnsupportedError, match=r"an encoder with input_dim .* has no class"):
             hf.to_transformers(Encoder(EncoderConfig(**SIZE, n_classes=2, **fields)))

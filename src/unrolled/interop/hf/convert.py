@@ -18,7 +18,7 @@ from unrolled.interop.hf.families import class_name
 from unrolled.interop.hf.masked_lm import UnrolledForMaskedLM
 from unrolled.interop.hf.model import UnrolledModel
 from unrolled.interop.hf.sequence_classification import UnrolledForSequenceClassification
-from unrolled.models import Decoder, Encoder
+from unrolled.models import Decoder, Encoder, PerceiverAR
 from unrolled.models.saving import CONFIG_FILE, SavedModel
 
 END = "<|end|>"
@@ -41,7 +41,7 @@ def to_transformers(model: SavedModel) -> UnrolledPreTrainedModel:
         UnsupportedError: `model` is another model, or an encoder of continuous inputs or with output
             "tokens".
     """
-    if not isinstance(model, Decoder | Encoder):
+    if not isinstance(model, Decoder | Encoder) or isinstance(model, PerceiverAR):
         raise UnsupportedError(
             f"a {type(model).__name__} has no class for transformers; use a Decoder or an Encoder instead"
         )

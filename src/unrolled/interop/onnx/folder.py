@@ -82,7 +82,8 @@ def export(
 
     Raises:
         UnsupportedError: a mechanism has no recurrent form, the opset is not supported, the model is not in
-            fp32, or `fused` is True but the model has no fused graph.
+            fp32, `fused` is True but the model has no fused graph, or a `PerceiverAR` has fewer latents than
+            positions.
         ValueError: `sampling` has an unknown argument, or one that is out of range.
         ImportError: onnx, onnxscript or onnxruntime is missing.
     """

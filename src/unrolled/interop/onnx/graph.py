@@ -12,6 +12,7 @@ from torch.export import Dim, ExportedProgram
 
 from unrolled.attention.linear import LinearAttention
 from unrolled.contract import Recurrent, UnsupportedError
+from unrolled.models.perceiver_ar import PerceiverAR
 from unrolled.ops.softmax import KVCache
 
 POSITION = "position"
@@ -58,11 +59,21 @@ class Recurrence(nn.Module):
         probes: also return the features of the queries `[B,T,H,R]` of each layer of linear attention.
 
     Raises:
-        UnsupportedError: the model has no recurrent form, or its state does not have this form.
+        UnsupportedError: the model has no recurrent form, its state does not have this form, or its first
+            call reads tokens in another way than later ones, as a `PerceiverAR` with a prefix does.
     """
 
     def __init__(self, model: Any, *, length: Length = "any", probes: bool = False) -> None:
         super().__init__()
+        if isinstance(model, PerceiverAR):
+            limit, n_latents = model.config.n_positions, model.config.n_latents
+            if limit is None or n_latents < limit:
+                bound = limit or f"which positions {model.config.positions!r} do not limit"
+                raise UnsupportedError(
+                    "an exported graph reads every token as a latent, but a PerceiverAR only the last "
+                    f"n_latents tokens of its first call; n_latents is {n_latents}, but must be at least the "
+                    f"number of positions, {bound}"
+                )
         self.model, self.length = model, length
         self.template: State = model.init_state(1)
         self.leaves, self._shared = _describe(model)
