@@ -240,6 +240,23 @@ def test_half_precision_stays_finite():
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("attention", ["softmax", "linear"])
+@pytest.mark.parametrize("narrow_first", [False, True])
+@torch.no_grad()
+def test_a_state_continues_with_and_without_autocast(attention, narrow_first):
+    model = make(attention=attention).float().eval()
+    source, targets, padding = batch()
+    targets[targets == IGNORED] = 0
+    expected = model(source, targets, key_padding_mask=padding)
+    with torch.autocast("cpu", torch.bfloat16, enabled=narrow_first):
+        state = model.init_state(source, key_padding_mask=padding)
+        first, state = model.prefill(targets[:, :4], state)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not narrow_first):
+        last, _ = model.step(targets[:, 4], state)
+    found = torch.cat([first, last.unsqueeze(1)], 1).float()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.05 * float(expected.abs().max()))
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [

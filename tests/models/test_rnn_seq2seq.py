@@ -222,6 +222,21 @@ def test_half_precision_is_finite(kind, options, dtype):
 
 
 @every
+@pytest.mark.parametrize("narrow_first", [False, True])
+@torch.no_grad()
+def test_a_state_continues_with_and_without_autocast(kind, options, narrow_first):
+    model = made(kind, options, torch.float32)
+    source, target, mask = ids()
+    expected = model(source, target, key_padding_mask=mask)
+    with torch.autocast("cpu", torch.bfloat16, enabled=narrow_first):
+        first, state = model.prefill(target[:, :2], model.init_state(source, key_padding_mask=mask))
+    with torch.autocast("cpu", torch.bfloat16, enabled=not narrow_first):
+        last, _ = model.prefill(target[:, 2:], state)
+    found = torch.cat([first, last], 1).float()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.05 * float(expected.abs().max()))
+
+
+@every
 def test_empty_batches_and_targets(kind, options):
     model = made(kind, options)
     source, target, _ = ids()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -9,6 +10,7 @@ from unrolled import attention
 from unrolled.contract import UnsupportedError
 from unrolled.models.blocks import Attention, ResidualBlock, make_attention, make_feed_forward, make_norm
 from unrolled.models.config import TransformerConfig
+from unrolled.ops.precision import without_autocast
 from unrolled.ops.state import Parts
 
 
@@ -34,7 +36,7 @@ class DecoderBlock(ResidualBlock):
         return self._finish(self._add(x, self.cross_norm, read))
 
     def prefill(self, x: Tensor, memory: Parts, state: Parts) -> tuple[Tensor, Parts]:
-        """[B, T, d_model] -> [B, T, d_model], from a state to a state; `memory` comes from `cross.read`."""
+        """[B, T, d_model] -> [B, T, d_model], from a state to a state; `memory` comes from `read`."""
         y, state = self.attention.prefill(self._before(x, self.attention_norm), state)
         return self._recall(self._after(x, y, self.attention_norm), memory), state
 
@@ -43,6 +45,11 @@ class DecoderBlock(ResidualBlock):
         y, state = self.attention.step(self._before(x, self.attention_norm), state)
         return self._recall(self._after(x, y, self.attention_norm).unsqueeze(1), memory).squeeze(1), state
 
+    def read(self, memory: Tensor, key_padding_mask: Tensor | None) -> Parts:
+        """Project `memory [B,S,d_model]` once for `prefill` and `step`; autocast does not change it."""
+        with without_autocast(memory.device):
+            return cast(Parts, self.cross.read(memory, key_padding_mask=key_padding_mask))
+
     def weights(self, x: Tensor, memory: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """Weight of each place of the memory at each position, `[B,H,T,S]`."""
         x = self._add(x, self.attention_norm, self.attention)
@@ -50,8 +57,13 @@ class DecoderBlock(ResidualBlock):
         return self.cross.weights(query, memory, key_padding_mask=key_padding_mask)
 
     def _recall(self, x: Tensor, memory: Parts) -> Tensor:
-        """Attend to a memory that `cross.read` has projected, then the feed-forward layer."""
-        return self._finish(self._add(x, self.cross_norm, partial(self.cross.recall, memory=memory)))
+        """Attend to a memory that `read` has projected, in the same dtype, then the feed-forward layer."""
+
+        def recall(query: Tensor) -> Tensor:
+            with without_autocast(query.device):
+                return self.cross.recall(query, memory)
+
+        return self._finish(self._add(x, self.cross_norm, recall))
 
     def _finish(self, x: Tensor) -> Tensor:
         return self._add(x, self.ff_norm, self.ff)

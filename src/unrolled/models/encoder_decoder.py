@@ -104,7 +104,7 @@ class EncoderDecoderState(NamedTuple):
     """The state of decoding: the source as projected for each layer, and each layer's state of the target."""
 
     position: Tensor  # [B] long, the target tokens read so far
-    memory: States  # of each layer, see `MultiHeadAttention.read`; it never changes
+    memory: States  # of each layer, see `DecoderBlock.read`; it never changes
     layers: States  # the state of each layer's self-attention
 
 
@@ -206,7 +206,7 @@ class EncoderDecoder(RecomputingModel):
         """Encode the source [B, S], and project it once for each layer; the masks are those of `forward`."""
         memory = self.encode(source, key_padding_mask=key_padding_mask, global_mask=global_mask)
         B = source.shape[0]
-        read = tuple(block.cross.read(memory, key_padding_mask=key_padding_mask) for block in self._blocks())
+        read = tuple(block.read(memory, key_padding_mask) for block in self._blocks())
         layers = tuple(block.attention.init_state(B) for block in self._blocks())
         return EncoderDecoderState(torch.zeros(B, dtype=torch.long, device=source.device), read, layers)
 

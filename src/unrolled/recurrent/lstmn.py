@@ -243,7 +243,8 @@ class DeepFusionLSTMN(nn.Module):
             check_key_padding_mask(key_padding_mask, B, S)
             filled = ~key_padding_mask
             source = source.masked_fill(key_padding_mask.unsqueeze(-1), 0)
-        keys = F.linear(source[..., : self.cell.hidden_size], self.key_proj.to(source.dtype))
+        with without_autocast(source.device):
+            keys = F.linear(source[..., : self.cell.hidden_size], self.key_proj.to(source.dtype))
         return DeepFusionState(own, source, keys, filled, own.attended)
 
     def step(self, x_t: Tensor, state: DeepFusionState) -> tuple[Tensor, Tensor, DeepFusionState]:
