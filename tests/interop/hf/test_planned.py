@@ -90,6 +90,14 @@ def test_models_that_a_plan_cannot_run_generate_by_themselves(steps):
     assert not steps
 
 
+def test_no_plan_replaces_a_model_whose_dropout_acts(steps):
+    model = make(dropout=0.1).float()
+    model.train().generate(prompts(), max_new_tokens=N, min_new_tokens=N)
+    assert not steps
+    model.eval().generate(prompts(), max_new_tokens=N, min_new_tokens=N)
+    assert steps
+
+
 def test_a_call_inside_another_has_its_own_plan(steps):
     first, second = make().float(), make("retention").float()
     with _planned.generation(first.model, "int8", None):

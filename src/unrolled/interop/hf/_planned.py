@@ -9,6 +9,7 @@ from unrolled.decode import Plan, PlanState, plan, unasked
 from unrolled.decode.packing import Weights
 from unrolled.interop.hf.cache import StateCache
 from unrolled.models import Decoder, DecoderState
+from unrolled.ops.dropout import Dropout
 from unrolled.ops.state import Parts
 
 PLANNED_STEPS = 8  # tokens that the model reads before a plan is made; making it takes about as long
@@ -19,14 +20,15 @@ class Generation:
 
     Args:
         model: the decoder that generates.
-        weights: form of the weights of the plan; None for fp32, and only if a plan can run the model.
+        weights: form of the weights of the plan; None for fp32, and only if a plan can run the model and the
+            model has no dropout to apply, which plans leave out.
     """
 
     def __init__(self, model: Decoder, weights: Weights | None) -> None:
         self.model = model
         self._steps = 0
         self._plan = None if weights is None else plan(model, weights)
-        self._possible = weights is not None or unasked()
+        self._possible = weights is not None or (unasked() and not _drops(model))
 
     def reader(self, state: Parts, tokens: int) -> tuple[Decoder | Plan, Parts]:
         """Return the model or plan that reads the next tokens, and the state in the form that it takes."""
@@ -45,6 +47,11 @@ class Generation:
         layer = cache.only if isinstance(cache, StateCache) else None
         if layer is not None and isinstance(layer.state, PlanState) and self._plan is not None:
             layer.state = self._plan.to_model(layer.state)
+
+
+def _drops(model: Decoder) -> bool:
+    """Whether dropout acts on the model, as in training."""
+    return any(isinstance(x, Dropout) and x.training and x.p > 0 for x in model.modules())
 
 
 _current: ContextVar[Generation | None] = ContextVar("generation", default=None)

@@ -87,14 +87,16 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
     ) -> Any:
         """Continue `inputs` [B, T]; see `GenerationMixin.generate`.
 
-        On a CPU, a plan (`unrolled.decode.plan`) reads all but the first few tokens, if it can run the model.
+        On a CPU, a plan (`unrolled.decode.plan`) reads all but the first few tokens, if it can run the model
+        and no dropout acts.
 
         Args:
             inputs: token ids, including those that `past_key_values` has read.
             args: as for `GenerationMixin.generate`.
             past_key_values: a `StateCache` to continue, which is updated, or a `DecoderState`, which is not
                 modified.
-            weights: form of the weights of the plan, which then reads all tokens; fp32 by default.
+            weights: form of the weights of the plan, which then reads all tokens, without dropout; fp32 by
+                default.
             kwargs: as for `GenerationMixin.generate`.
 
         Raises:
