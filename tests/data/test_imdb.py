@@ -36,6 +36,13 @@ def test_a_batch_is_cut_padded_and_labelled(folder):
     assert not batch.inputs[batch.key_padding_mask].any()
 
 
+def test_an_empty_review_has_ids_too(folder):
+    dataset = ImdbDataset(deleted=0.999, data_dir=folder)
+    inputs = [batch.inputs for batch in dataset.eval_batches(1)]
+    assert (1, 0) in [x.shape for x in inputs]
+    assert {x.dtype for x in inputs} == {torch.int64}
+
+
 def test_words_are_known_by_how_often_they_occur(folder):
     dataset = ImdbDataset(level="words", length=8, data_dir=folder)
     assert dataset.vocab_size == 7  # "train", "neg", "pos", three digits, and any other
