@@ -8,6 +8,7 @@ import torch
 from multi30k_files import write_multi30k
 
 from unrolled import data
+from unrolled.cli import run_config
 from unrolled.contract import IGNORED
 from unrolled.data import multi30k
 from unrolled.data._bpe import END_ID, BytePairs
@@ -121,6 +122,16 @@ def test_long_pairs_are_left_out_of_training_only(files, dataset):
     short = data.load("multi30k", data_dir=files, vocab_size=300, length=longest - 1)
     assert 0 < short.epoch_size("train") < dataset.epoch_size("train")
     assert short.epoch_size("val") == dataset.epoch_size("val")
+
+
+def test_learned_positions_suffice_for_validation(files):
+    options = [f"data.data_dir={files}", "data.vocab_size=300", "data.length=24", "model.positions=learned"]
+    settings = ["data.name=multi30k", f"run_dir={files / 'run'}", *options]
+    run = run_config.resolve(run_config.read(None, settings))
+    lengths = [x.shape[1] for b in run.dataset.eval_batches(9) for x in (b.inputs, b.targets)]
+    assert run.model.max_length == max(lengths) > 24
+    with pytest.raises(ValueError, match=f"has 24 positions, but must have at least {max(lengths)}"):
+        run_config.resolve(run_config.read(None, [*settings, "model.max_length=24"]))
 
 
 @pytest.mark.parametrize("n", [2, 4])

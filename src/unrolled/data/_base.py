@@ -30,10 +30,10 @@ Ids are int64, numbers fp32. A target is -100 (`unrolled.contract.IGNORED`) wher
 Fields of a model's config that follow from the data are marked `unrolled.fields.FromData` with the name of an
 attribute of the data set. The data sets of each task have these attributes:
 
-    tokens         vocab_size: number of ids that can be predicted; length: maximum number of tokens of an
+    tokens         vocab_size: number of ids that can be predicted; longest: maximum number of tokens of an
                    example; start_token: whether inputs begin with the id vocab_size, which is never predicted
-    labels         vocab_size, length; n_classes: number of labels
-    translation    vocab_size, length; source_vocab_size: number of ids of the source, None if both languages
+    labels         vocab_size, longest; n_classes: number of labels
+    translation    vocab_size, longest; source_vocab_size: number of ids of the source, None if both languages
                    have the same ids
     answers        vocab_size; memory_size: maximum number of sentences of a story; supporting: F
     bits           input_size: n; output_size: m
@@ -66,6 +66,11 @@ class BaseDataset(Checked, ABC):
     def vocabulary(self) -> Vocabulary:
         """The meaning of the ids in its batches; by default, plain numbers."""
         return Vocabulary("ids", data=self.name)
+
+    @property
+    def longest(self) -> int:
+        """Maximum number of tokens of an example to train on or to validate, where `length` limits them."""
+        return self.length  # type: ignore[attr-defined, no-any-return]
 
     @abstractmethod
     def batch(self, split: Split, *, step: int, batch_size: int, seed: int) -> Batch:

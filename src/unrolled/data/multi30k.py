@@ -54,7 +54,7 @@ class Multi30kDataset(EpochDataset):
         direction: "en-de" translates into German, "de-en" into English.
         vocab_size: number of ids, including the end symbol, which is 0.
         length: maximum number of tokens of a sentence, including the end symbol; training pairs with a longer
-            sentence are left out.
+            sentence are left out, but validation pairs are not.
         joined: number of consecutive pairs that are joined to one example, for longer sentences. Pairs at the
             end that do not fill an example are left out. Byte pairs are learned from single sentences.
         data_dir: the folder that holds `multi30k/`; default `$UNROLLED_DATA`, else `~/.cache/unrolled`.
@@ -93,6 +93,11 @@ class Multi30kDataset(EpochDataset):
             split: np.array([[len(side) for side in sides] for sides in zip(*pairs, strict=True)])
             for split, pairs in self._pairs.items()
         }
+
+    @property
+    def longest(self) -> int:
+        """Maximum number of tokens of a sentence to train on or to validate, including the end symbol."""
+        return max(self.length, int(self._lengths["val"].max()))
 
     @property
     def vocabulary(self) -> Vocabulary:

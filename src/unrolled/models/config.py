@@ -117,7 +117,7 @@ class TransformerConfig(ModelConfig):
     activation: Activation = "gelu"
     bias: bool = True
     positions: Positions = "learned"
-    max_length: Annotated[Size, FromData("length")] = 1024
+    max_length: Annotated[Size, FromData("longest")] = 1024
     axial_shape: Sizes | None = None
     axial_widths: Sizes | None = None
     dropout: Fraction = 0.0
