@@ -79,6 +79,13 @@ def test_the_tokens_are_those_of_the_text(data):
     assert sum(int((x.targets >= 0).sum()) for x in data.eval_batches(4)) == -(-len(TEXT) // 10) - 1
 
 
+def test_any_text_has_the_ids_of_the_tokenizer(data):
+    ids = data.tokenizer("a dog")["input_ids"]
+    assert data.encode("a dog").tolist() == data.vocabulary.encode("a dog") == ids
+    assert data.decode(data.encode("a dog")) == data.vocabulary.decode(torch.tensor(ids)) == "a   d o g"
+    data.vocabulary.check(data.vocab_size)
+
+
 def test_the_loss_of_transfer_equals_its_definition(teacher, data):
     ids = data.batch("train", step=0, batch_size=2, seed=0).inputs
     student = linear(teacher)

@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from unrolled.contract import Split
+from unrolled.data import Vocabulary
 from unrolled.data.text import TextDataset
 
 
@@ -35,6 +38,24 @@ class TokenizedText(TextDataset):
         path = ", ".join(map(str, files))
         super().__init__(path=path, length=length, val_fraction=val_fraction)
 
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens, under the name of the last file; plain numbers for a tokenizer in Python alone."""
+        name = super().vocabulary.data
+        if not self.tokenizer.is_fast:
+            return Vocabulary("ids", data=name)
+        contents = self.tokenizer.backend_tokenizer.to_str()
+        return Vocabulary("tokenizer", tokenizer=contents, end=self.tokenizer.eos_token_id, data=name)
+
+    def encode(self, text: str) -> Tensor:
+        """Return the ids of a text, int64 [T]."""
+        return torch.tensor(self._tokens(text), dtype=torch.long)
+
+    def decode(self, ids: Tensor | Sequence[int]) -> str:
+        """Return the text of ids [T]."""
+        values = torch.as_tensor(ids, dtype=torch.long).tolist()
+        return str(self.tokenizer.decode(values, clean_up_tokenization_spaces=False))
+
     def _read(self) -> dict[Split, np.ndarray]:
         texts = []
         for file in self.files:
@@ -44,6 +65,8 @@ class TokenizedText(TextDataset):
                 raise ValueError(f"{file}: {error.strerror}") from error
             except UnicodeDecodeError as error:
                 raise ValueError(f"{file} is not UTF-8 at byte {error.start}") from error
-        ids = self.tokenizer("\n".join(texts), add_special_tokens=False, verbose=False)["input_ids"]
         self._found(len(self.tokenizer))
-        return self._parts([np.asarray(ids, dtype=np.int32)])
+        return self._parts([np.asarray(self._tokens("\n".join(texts)), dtype=np.int32)])
+
+    def _tokens(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
