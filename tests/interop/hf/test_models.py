@@ -113,6 +113,17 @@ def test_random_features_survive_saving(ids, tmp_path):
     assert half(ids).logits.dtype == torch.bfloat16
 
 
+def test_shards_replace_the_file_of_an_earlier_save(tmp_path):
+    for options in ({}, {"max_shard_size": "2KB"}, {}):
+        model = make()
+        for x in model.parameters():
+            torch.nn.init.normal_(x)
+        model.save_pretrained(tmp_path, **options)
+        assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == bool(options)
+        read = hf.load(tmp_path).state_dict()
+        assert all(torch.equal(x, read[name]) for name, x in model.state_dict().items())
+
+
 def test_layers_that_share_weights_survive_saving(ids, tmp_path):
     options = {"linformer": {"max_length": 16, "rank": 4, "sharing": "layerwise"}}
     model = make("linformer", hf.UnrolledForMaskedLM, attention_options=options)

@@ -100,6 +100,8 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         """
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         if is_main_process:
+            for file in digest.replaced_by_shards(save_directory):
+                file.unlink()
             digest.seal(save_directory, self.model.documents)
 
     def get_input_embeddings(self) -> nn.Module:

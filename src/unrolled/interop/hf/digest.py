@@ -45,6 +45,17 @@ def check(folder: str | Path) -> dict[str, object]:
     return {name: value for name, value in found.items() if name != CONFIG_FILE}
 
 
+def replaced_by_shards(folder: str | Path) -> list[Path]:
+    """Return the weights files of a folder that a later `save_pretrained` has replaced by shards.
+
+    Before transformers writes, it removes the shards of earlier saves, but not a file without shards, which
+    `from_pretrained` then prefers to the new shards.
+    """
+    number = "-?????-of-?????"
+    stems = {file.stem[: -len(number)] for file in Path(folder).glob(f"*{number}.safetensors")}
+    return [file for file in Path(folder).glob("*.safetensors") if file.stem in stems]
+
+
 def _document(folder: Path, name: str) -> object:
     value = read_json(folder / name)
     if name == CONFIG_FILE and isinstance(value, dict):
