@@ -28,7 +28,7 @@ def dataset(files: Path) -> Multi30kDataset:
 
 
 def test_a_text_comes_back_whatever_it_says(dataset):
-    for text in ("a dog and a tree.", "Ein größerer Kahn", "日本 </s> 🙂", "two  blanks", "", "x\ny"):
+    for text in ("a dog and a tree.", "Ein größerer Kahn", "日本 </s> 🙂", "two  blanks", "", "x\ny", " a"):
         ids = dataset.encode(text)
         assert ids[-1] == END_ID
         assert (ids == END_ID).sum() == 1

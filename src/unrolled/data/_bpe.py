@@ -94,7 +94,9 @@ class BytePairs:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise ValueError(f"{text!r} is not text: it has bytes that are not UTF-8") from error
-        return [torch.tensor([*found.ids, END_ID]) for found in self._tokenizer.encode_batch(list(texts))]
+        # The pre-tokenizer puts a blank before a text unless it begins with one, and `decode` takes one away.
+        whole = [f" {text}" if text.startswith(" ") else text for text in texts]
+        return [torch.tensor([*found.ids, END_ID]) for found in self._tokenizer.encode_batch(whole)]
 
     def decode(self, ids: Tensor | Sequence[int]) -> str:
         """Return the text of ids [T] up to the first end symbol; bytes that are not UTF-8 become U+FFFD."""
@@ -102,7 +104,7 @@ class BytePairs:
         if END_ID in values:
             values = values[: values.index(END_ID)]
         text: str = self._tokenizer.decode(values)
-        return text.removeprefix(" ")  # the pre-tokenizer has added it before the first word
+        return text.removeprefix(" ")  # added before the first word
 
 
 def _library() -> ModuleType:
