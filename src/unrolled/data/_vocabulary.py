@@ -156,7 +156,12 @@ class Vocabulary(Checked):
             raise ValueError(f"{text!r} must be ids, whole numbers with spaces between") from error
 
     def decode(self, ids: Tensor) -> str:
-        """Return the text of ids [T]; for byte pairs of sentences, up to the end symbol."""
+        """Return the text of ids [T]; for byte pairs of sentences, up to the end symbol.
+
+        Bytes that are not UTF-8 become U+FFFD.
+        """
+        if self.kind == "text":
+            return Codec(self.characters).decode(ids)
         if self.kind == "bpe":
             return self._byte_pairs.decode(ids)
         if self.kind == "tokenizer":
