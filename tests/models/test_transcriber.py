@@ -93,6 +93,14 @@ def test_a_batch_without_targets_has_the_loss_of_nothing_said():
     torch.testing.assert_close(found, -log_probs[..., 2].sum())
 
 
+@pytest.mark.parametrize("kind", ["bilstm_transcriber", "transcriber"])
+@pytest.mark.parametrize("mask", [None, torch.zeros(0, 9, dtype=torch.bool)])
+def test_a_batch_without_rows_has_a_loss_of_0(kind, mask):
+    loss = small_model(kind).loss(torch.zeros(0, 9, 6), torch.zeros(0, 2).long(), key_padding_mask=mask)
+    loss.backward()
+    assert float(loss.detach()) == 0
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8, 9, 21])
 def test_four_frames_become_one(length):
     torch.manual_seed(0)

@@ -69,7 +69,7 @@ class BiLSTMTranscriber(CTCModel):
         """Read frames `[B,T,d_model]`, with `padding [B,T]` if any: `[B,T,2 hidden_size]`."""
         for norm, layer in zip(self.norms, self.layers, strict=True):
             x = self.dropout(norm(x))
-            x = layer(x)[0] if padding is None else _valid_frames(layer, x, padding)
+            x = layer(x)[0] if padding is None or not len(x) else _valid_frames(layer, x, padding)
         dropped: Tensor = self.dropout(x)
         return dropped
 

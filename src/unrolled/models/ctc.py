@@ -143,6 +143,8 @@ def ctc_loss(log_probs: Tensor, targets: Tensor, frames: Tensor) -> Tensor:
             f"row {row} has {int(frames[row])} frames after subsampling, but must have at least "
             f"{int(counts[row] + repeats[row])}: one for each target and between equal ones"
         )
+    if not len(targets):  # torch refuses a batch without rows
+        return log_probs.sum()
     total = F.ctc_loss(
         log_probs.transpose(0, 1),
         targets.masked_fill(~asked, 0),
