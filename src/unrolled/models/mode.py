@@ -1,4 +1,4 @@
-"""Evaluation mode for generation."""
+"""Evaluation mode for a while."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,15 +8,21 @@ from torch import nn
 
 
 @contextmanager
-def drawing_mode(model: object) -> Iterator[None]:
-    """Run the block in evaluation mode without gradients; restore the mode of every submodule afterwards."""
+def evaluation_mode(model: object) -> Iterator[None]:
+    """Run the block in evaluation mode; restore the mode of every submodule afterwards."""
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     modes = [module.training for module in modules]
     try:
         for module in modules:
             module.training = False
-        with torch.inference_mode():
-            yield
+        yield
     finally:
         for module, mode in zip(modules, modes, strict=True):
             module.training = mode
+
+
+@contextmanager
+def drawing_mode(model: object) -> Iterator[None]:
+    """Run the block in evaluation mode and without gradients, for generation."""
+    with evaluation_mode(model), torch.inference_mode():
+        yield

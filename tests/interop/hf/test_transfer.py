@@ -8,7 +8,14 @@ import torch
 from commands import error, works
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from unrolled.interop import hf
 from unrolled.interop.hf.recipe import Recipe, train_linearized
@@ -104,6 +111,16 @@ def test_the_loss_of_transfer_equals_its_definition(teacher, data):
         errors.append((got - expected).pow(2).sum() / expected.pow(2).sum())
     found = AttentionTransfer(student, teacher).loss(ids, ids)
     torch.testing.assert_close(found, torch.stack(errors).mean())
+
+
+def test_the_teacher_keeps_its_mode_but_its_dropout_does_not_act(data):
+    sizes = {"n_positions": 32, "n_embd": 8, "n_layer": 1, "n_head": 2, "resid_pdrop": 0.5}
+    teacher = GPT2LMHeadModel(GPT2Config(vocab_size=data.vocab_size, **sizes)).train()
+    teacher.lm_head.eval()
+    stage = AttentionTransfer(linear(teacher), teacher).train()
+    ids = data.batch("train", step=0, batch_size=2, seed=0).inputs
+    assert float(stage.loss(ids, ids).detach()) == float(stage.loss(ids, ids).detach())
+    assert [name for name, module in teacher.named_modules() if not module.training] == ["lm_head"]
 
 
 def test_transfer_needs_new_parameters(teacher, data):

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from unrolled.contract import IGNORED, Dataset
 from unrolled.files import save_tensors
 from unrolled.interop.hf.linearize import RECORD, linearized_layers, new_parameters
+from unrolled.models.mode import evaluation_mode
 from unrolled.training import TrainConfig, TrainResult, train
 from unrolled.training.checkpoint import fingerprint
 
@@ -93,7 +94,6 @@ class AttentionTransfer(_Trained):
         if missing := [name for name in self.layers if name not in originals]:
             raise ValueError(f"teacher has no module {missing[0]!r}, which was replaced in student")
         self.pairs = [(originals[name], layer) for name, layer in self.layers.items()]
-        teacher.train(False)
         self._teacher = (teacher,)  # in a tuple, so that it is not a submodule
 
     def train(self, mode: bool = True) -> Self:
@@ -102,8 +102,9 @@ class AttentionTransfer(_Trained):
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss for tokens `[B,T]`; `targets` are not used."""
-        with torch.no_grad(), _recording([original for original, _ in self.pairs]) as calls:
-            self._teacher[0](input_ids=inputs, use_cache=False)
+        (teacher,), originals = self._teacher, [original for original, _ in self.pairs]
+        with torch.no_grad(), evaluation_mode(teacher), _recording(originals) as calls:
+            teacher(input_ids=inputs, use_cache=False)
         errors = []
         for (args, kwargs, target), (_, layer) in zip(calls, self.pairs, strict=True):
             kwargs["attention_mask"] = None  # the mask was made for softmax; there is no padding
