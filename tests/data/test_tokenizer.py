@@ -143,6 +143,7 @@ def test_tokens_that_are_not_bytes_are_read_by_the_library():
     vocabulary = Vocabulary("tokenizer", tokenizer=tokenizer.to_json(), end=1)
     assert vocabulary.byte_counts() is None
     assert vocabulary.encode("the cat") == ids[:2]
+    assert "".join(map(vocabulary.reader(ids[:1]), ids[1:])) == " cat sat"
 
 
 def test_a_broken_byte_of_a_tokenizer_of_the_library_is_read():

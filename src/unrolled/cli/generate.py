@@ -223,12 +223,12 @@ def _write(
         stops, texts = [vocabulary.encode(text) for text in stop], []
     draw([ids], 0, stop=stops)  # rejects invalid options before anything is printed
     if num_samples in (None, 1):
-        sample = _Sample(vocabulary, texts)
+        sample = _Sample(vocabulary, ids, texts)
         typer.echo(prompt, nl=False)
         draw([ids], tokens, stop=stops, on_token=lambda row, token: sample.add(token, echo=True))
         typer.echo()
         return
-    samples: dict[int, _Sample] = defaultdict(lambda: _Sample(vocabulary, texts))
+    samples: dict[int, _Sample] = defaultdict(lambda: _Sample(vocabulary, ids, texts))
     rows = draw(
         [ids],
         tokens,
@@ -241,10 +241,10 @@ def _write(
 
 
 class _Sample:
-    """The text of a sample, up to the end of a stop text."""
+    """The text of a sample after a prompt, up to the end of a stop text."""
 
-    def __init__(self, vocabulary: "Vocabulary", stops: list[str]) -> None:
-        self._read, self._stops, self.text = vocabulary.reader(), stops, ""
+    def __init__(self, vocabulary: "Vocabulary", prompt: list[int], stops: list[str]) -> None:
+        self._read, self._stops, self.text = vocabulary.reader(prompt), stops, ""
 
     def add(self, token: int, *, echo: bool = False) -> bool:
         """Add a token; return False once the text contains a stop text."""

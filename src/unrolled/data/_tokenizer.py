@@ -161,17 +161,18 @@ class TextTokenizer:
         text: str = self._tokenizer.decode(list(ids))
         return text
 
-    def reader(self) -> Callable[[int], str]:
+    def reader(self, before: Sequence[int] = ()) -> Callable[[int], str]:
         """Return a function that decodes one id at a time; a character appears once it is complete.
 
-        With a tokenizer of words, each word comes with the blank before it.
+        With a tokenizer of words, each word comes with the blank before it. Other tokenizers may leave out
+        the blank before the first token of a text, so give the ids `before`, if there are any.
         """
         if self.contents is not None:
             utf8 = codecs.getincrementaldecoder("utf-8")("replace")
             return lambda token: utf8.decode(self.content(token))
         if self._decoder is None:
             return lambda token: f" {self.name(token) or ''}"
-        read = self.texts.reader()
+        read = self.texts.reader(before)
         return lambda token: read([token])
 
     def id_of(self, token: str) -> int | None:

@@ -218,12 +218,15 @@ class Vocabulary(Checked):
             raise ValueError(f"kind is {self.kind!r}, but must be 'speech' to read sounds")
         return log_mel(read_sound(path, self.rate), self.rate, self.n_mels)
 
-    def reader(self) -> Callable[[int], str]:
-        """Return a function that decodes one id at a time; bytes appear once their character is complete."""
+    def reader(self, before: Sequence[int] = ()) -> Callable[[int], str]:
+        """Return a function that decodes the ids after `before`, one at a time.
+
+        Bytes appear once their character is complete.
+        """
         if self.kind == "ids":
             return lambda token: f" {token}"
         if self.kind == "tokenizer":
-            return self.text_tokenizer.reader()
+            return self.text_tokenizer.reader(before)
         if self.characters is None:
             utf8 = codecs.getincrementaldecoder("utf-8")("replace")
             return lambda token: utf8.decode(bytes([token]))

@@ -148,6 +148,10 @@ class Batch:
         place = ctypes.addressof(self._described) + row * self._size
         ctypes.memmove(place, described, self._size)
 
+    def pause(self, row: int, paused: bool) -> None:
+        """Leave a row that has not ended as it is, or continue it again."""
+        self._status[row] = native.enum("RowStatus")["ENDED" if paused else "ACTIVE"]
+
     def end(self, row: int, length: int) -> None:
         """End a row after the first `length` of its new tokens."""
         self.length[row], self._status[row] = length, native.enum("RowStatus")["ENDED"]

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from unrolled.decode import Plan, PlanState
 from unrolled.decode.batch import Batch, Drawing
-from unrolled.ops import native
 from unrolled.serving.snapshot import MOST
 
 Wanted = Literal["none", "last", "all"]
@@ -90,14 +89,6 @@ class Runner(Protocol):
         """
 
 
-class PlanRows(Batch):
-    """Rows of a plan that can be paused."""
-
-    def pause(self, row: int, paused: bool) -> None:
-        """Leave a row that has not ended as it is, or continue it again."""
-        self._status[row] = native.enum("RowStatus")["ENDED" if paused else "ACTIVE"]
-
-
 class PlanRunner:
     """Runs a plan.
 
@@ -108,11 +99,11 @@ class PlanRunner:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.vocab_size = plan, plan.config.vocab_size
         left = plan.positions_left(plan.init_state(1))
-        self.n_positions = left if left is not None and left < MOST else None
+        self.n_positions = left if left < MOST else None
 
-    def rows(self, count: int) -> PlanRows:
+    def rows(self, count: int) -> Batch:
         """Make `count` rows, all idle."""
-        return PlanRows(self.plan, torch.empty(count, self.vocab_size))
+        return Batch(self.plan, torch.empty(count, self.vocab_size))
 
     def empty(self) -> PlanState:
         """The state of a sequence before its first token."""
