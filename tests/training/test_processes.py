@@ -229,6 +229,7 @@ def on_four(rank: int, folder: Path, two: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.scale
 def test_four_processes_are_one(on_two, alone, tmp_path):
     found = results(4, on_four, tmp_path, on_two[0])
     for name, options in (("2 x 2", {"accumulate": 3}), ("4 copies", {})):

@@ -133,6 +133,7 @@ def resume(rank: int, folder: Path, two: Path) -> dict[str, Any]:
     return share(rank, folder, cases | {"resumed": STREAM | {"sequence": 2, "steps": 10}})
 
 
+@pytest.mark.scale
 def test_two_teams_of_two_are_one_and_go_on_with_the_states_of_one_team(on_two, tmp_path):
     found = results(4, resume, tmp_path, on_two[0])
     for name, options in (

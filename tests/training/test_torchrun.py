@@ -96,6 +96,7 @@ def whole_log(run_dir: Path, steps: int) -> None:
     assert not [x for x in run_dir.rglob("*") if "staging" in x.name or x.suffix == ".tmp"]
 
 
+@pytest.mark.scale
 def test_a_killed_process_restarts_all_and_sigterm_ends_them_with_a_checkpoint(tmp_path):
     run_dir = tmp_path / "run"
     with torchrun(*settings(tmp_path, run_dir, steps=10**6), restarts=3) as started:
