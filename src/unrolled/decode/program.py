@@ -27,7 +27,7 @@ _ZERO = (
 
 SMALL_WEIGHTS: Weights = "int8"  # the form with the fewest bits if outputs fill no tile, as those of gates
 KEY_BLOCK = 16  # tokens whose keys lie together
-MOST_POSITIONS = 1 << 48  # of any model, far below 2^63: the kernel counts on without an overflow
+MOST_POSITIONS = 1 << 48  # of any model; so far below 2^63 that no sum of lengths overflows
 
 
 class Value(NamedTuple):

@@ -4,7 +4,7 @@ On a CPU, a C++ kernel makes one pass over the memory, with the activation befor
 Compilers, exporters and transforms see plain operations, which they can fuse and differentiate.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,15 @@ from unrolled.ops.operators import differentiable_gradients
 from unrolled.ops.precision import accumulation_dtype
 
 GateFunction = Literal["silu", "sigmoid"]
+
+
+class Options(NamedTuple):
+    """What is not a tensor; see `scale_heads`."""
+
+    length: float
+    eps: float
+    activation: bool
+    gate_function: GateFunction
 
 
 def scale_heads(
@@ -48,11 +57,11 @@ def scale_heads(
     Returns:
         A tensor of the shape of `x`, in fp32, or in fp64 if an argument is fp64.
     """
-    options = (length, eps, activation, gate_function)
+    options = Options(length, eps, activation, gate_function)
     if _supports(x, weight, gate):
-        y: Tensor = _Scaled.apply(x, weight, gate, *options)  # type: ignore[no-untyped-call]
+        y: Tensor = _Scaled.apply(x, weight, gate, options)  # type: ignore[no-untyped-call]
         return y
-    return _plain(x, weight, gate, *options)
+    return _plain(x, weight, gate, options)
 
 
 def _supports(x: Tensor, weight: Tensor | None, gate: Tensor | None) -> bool:
@@ -69,24 +78,16 @@ def _supports(x: Tensor, weight: Tensor | None, gate: Tensor | None) -> bool:
     )
 
 
-def _plain(
-    x: Tensor,
-    weight: Tensor | None,
-    gate: Tensor | None,
-    length: float,
-    eps: float,
-    activation: bool,
-    gate_function: str,
-) -> Tensor:
+def _plain(x: Tensor, weight: Tensor | None, gate: Tensor | None, options: Options) -> Tensor:
     dtype = accumulation_dtype(*(y.dtype for y in (x, weight, gate) if y is not None))
     u = x.to(dtype)
-    if activation:
+    if options.activation:
         u = silu(u)
-    y = u * ((u.square().sum(-1, keepdim=True) + eps).rsqrt() * length)
+    y = u * ((u.square().sum(-1, keepdim=True) + options.eps).rsqrt() * options.length)
     if weight is not None:
         y = y * weight.to(dtype)
     if gate is not None:
-        y = y * (silu(gate.to(dtype)) if gate_function == "silu" else gate.to(dtype).sigmoid())
+        y = y * (silu(gate.to(dtype)) if options.gate_function == "silu" else gate.to(dtype).sigmoid())
     return y
 
 
@@ -94,10 +95,10 @@ class _Scaled(torch.autograd.Function):
     """The operation by the kernel."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, gate: Tensor | None, *options: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, gate: Tensor | None, options: Options) -> Tensor:
         ctx.save_for_backward(x, weight, gate)
         ctx.options = options
-        problem, _kept = _problem(x, weight, gate, *options)
+        problem, _kept = _problem(x, weight, gate, options)
         y = x.new_empty(x.shape, dtype=torch.float32)
         native.call("head_scale", problem, struct("HeadScaleOutputs")(y=address(y)))
         return y
@@ -106,18 +107,20 @@ class _Scaled(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         inputs, options = ctx.saved_tensors, ctx.options
         if torch.is_grad_enabled():  # create_graph=True
-            found = differentiable_gradients(lambda *xs: (_plain(*xs, *options),), inputs, grads)
+            found = differentiable_gradients(
+                lambda x, weight, gate: (_plain(x, weight, gate, options),), inputs, grads
+            )
         else:
             x, weight, gate = inputs
             found = _gradients(grads[0], x, weight, gate, options)
-        return *found, *(None for _ in options)
+        return *found, None
 
 
 def _gradients(
-    grad: Tensor, x: Tensor, weight: Tensor | None, gate: Tensor | None, options: tuple[Any, ...]
+    grad: Tensor, x: Tensor, weight: Tensor | None, gate: Tensor | None, options: Options
 ) -> list[Tensor | None]:
     """Compute the gradients of `x`, `weight` and `gate`."""
-    problem, _kept = _problem(x, weight, gate, *options)
+    problem, _kept = _problem(x, weight, gate, options)
     grad, d_x = grad.contiguous(), x.new_empty(x.shape)
     d_weight = None if weight is None else torch.empty(weight.shape)
     d_gate = None if gate is None else gate.new_empty(gate.shape)
@@ -129,13 +132,7 @@ def _gradients(
 
 
 def _problem(
-    x: Tensor,
-    weight: Tensor | None,
-    gate: Tensor | None,
-    length: float,
-    eps: float,
-    activation: bool,
-    gate_function: str,
+    x: Tensor, weight: Tensor | None, gate: Tensor | None, options: Options
 ) -> tuple[bytes, tuple[Tensor | None, ...]]:
     """Fill the struct, and return the tensors that it points to, which must stay alive during the call."""
     x, weight = _of_four_axes(x), None if weight is None else weight.float().contiguous()
@@ -149,11 +146,11 @@ def _problem(
         width=width,
         type=TYPES[x.dtype],
         gate_type=TYPES[torch.float32 if gate is None else gate.dtype],
-        activation=activation,
-        gate_function=enum("Function")[gate_function.upper()],
+        activation=options.activation,
+        gate_function=enum("Function")[options.gate_function.upper()],
         threads=torch.get_num_threads(),
-        length=length,
-        eps=eps,
+        length=options.length,
+        eps=options.eps,
         x=view(x),
         gate=no_gate if gate is None else view(gate),
         weight=address(weight),

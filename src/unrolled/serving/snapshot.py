@@ -17,13 +17,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from unrolled.decode.program import MOST_POSITIONS
 from unrolled.files import sort_metadata
 from unrolled.ops.state import raw_bytes
 
-# The most tokens of a sequence, and the largest id: far more than anyone can read, and so far below 2**63
-# that neither a sum with a prompt and a limit nor a place in a state overflows the 64 bits of native code.
-MOST = 2**48
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+MOST = MOST_POSITIONS  # tokens of a sequence, and the largest id
+DIGEST = re.compile(r"[0-9a-f]{64}")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
 _KEYS = ("id", "length", "model", "pending")
 
@@ -50,7 +49,7 @@ class Snapshot:
     tensors: dict[str, Tensor]
 
     def __post_init__(self) -> None:
-        if not _DIGEST.fullmatch(self.model):
+        if not DIGEST.fullmatch(self.model):
             raise ValueError(f"model must be 64 hex digits, not {self.model[:80]!r}")
         for name, value, least in (("length", self.length, 1), ("pending", self.pending, 0)):
             if not least <= value <= MOST:

@@ -1,7 +1,6 @@
 """/v1/states and /v1/sessions: states as files, and names that point to them."""
 
 import asyncio
-import re
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Request
@@ -12,12 +11,11 @@ from unrolled.serving.protocol.answers import Session, StateInfo, answers
 from unrolled.serving.protocol.errors import ApiError, invalid
 from unrolled.serving.protocol.sessions import SessionRequest
 from unrolled.serving.service import service_of
-from unrolled.serving.snapshot import Snapshot
+from unrolled.serving.snapshot import DIGEST, Snapshot
 from unrolled.serving.states import UnknownState
 
 router = APIRouter()
-ID = re.compile("[0-9a-f]{64}")
-Id = Annotated[str, Path(pattern=f"^{ID.pattern}$", description="the id of a state")]
+Id = Annotated[str, Path(pattern=f"^{DIGEST.pattern}$", description="the id of a state")]
 Name = Annotated[str, Path(pattern="^[A-Za-z0-9._:-]{1,128}$", description="the name of a session")]
 FILE = "application/octet-stream"
 
@@ -116,7 +114,7 @@ def _check(snapshot: Snapshot, served: Served) -> None:
 
 async def _swap(request: Request, name: str, expected: str | None, new: str | None) -> None:
     moved = False
-    if expected is None or ID.fullmatch(expected):  # no session points to anything else
+    if expected is None or DIGEST.fullmatch(expected):  # no session points to anything else
         try:
             moved = await service_of(request).stored(service_of(request).states.move, name, expected, new)
         except UnknownState:
