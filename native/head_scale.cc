@@ -7,6 +7,7 @@
 // types of the tensors.
 #include "functions.h"
 #include "kernels.h"
+#include "product.h"
 #include "rows.h"
 
 namespace UNROLLED_ISA {
@@ -147,41 +148,20 @@ Status backward(const HeadScale& x, const HeadScaleGradients& out, const Span& s
     return SUCCESS;
 }
 
-// Calls `f.run<type, gate_type>` for the types of a problem.
-template <Type type, typename F>
-Status for_gate_type(const HeadScale& x, F&& f) {
-    if (x.gate_type == BFLOAT16) return f.template run<type, BFLOAT16>();
-    if (x.gate_type == FLOAT16) return f.template run<type, FLOAT16>();
-    return f.template run<type, FLOAT32>();
+// Calls `f` with a type as a `Count`.
+template <typename F>
+Status with_type(int32_t type, F&& f) {
+    if (type == BFLOAT16) return f(Count<BFLOAT16>());
+    if (type == FLOAT16) return f(Count<FLOAT16>());
+    return f(Count<FLOAT32>());
 }
 
 template <typename F>
-Status for_types(const HeadScale& x, F&& f) {
-    if (x.type == BFLOAT16) return for_gate_type<BFLOAT16>(x, f);
-    if (x.type == FLOAT16) return for_gate_type<FLOAT16>(x, f);
-    return for_gate_type<FLOAT32>(x, f);
+Status with_types(const HeadScale& x, F&& f) {
+    return with_type(x.type, [&](auto type) {
+        return with_type(x.gate_type, [&](auto gate_type) { return f(type, gate_type); });
+    });
 }
-
-struct Forward {
-    template <Type type, Type gate_type>
-    Status run() const {
-        return forward<type, gate_type>(x, y, s);
-    }
-    const HeadScale& x;
-    float* y;
-    const Span& s;
-};
-
-struct Backward {
-    template <Type type, Type gate_type>
-    Status run() const {
-        return backward<type, gate_type>(x, out, s, d_weight);
-    }
-    const HeadScale& x;
-    const HeadScaleGradients& out;
-    const Span& s;
-    double* d_weight;
-};
 
 // Calls `f` with the index and the tokens of every task.
 template <typename F>
@@ -201,7 +181,11 @@ using namespace UNROLLED_ISA;
 
 Status EXPORTED(head_scale)(const HeadScale* x, const HeadScaleOutputs* out) {
     advise_huge_pages(out->y, x->rows * x->tokens * x->heads * x->width * 4);
-    return for_spans(*x, [&](Int, const Span& s) { return for_types(*x, Forward{*x, out->y, s}); });
+    return for_spans(*x, [&](Int, const Span& s) {
+        return with_types(*x, [&](auto type, auto gate_type) {
+            return forward<(Type) decltype(type)::value, (Type) decltype(gate_type)::value>(*x, out->y, s);
+        });
+    });
 }
 
 Status EXPORTED(head_scale_backward)(const HeadScale* x, const HeadScaleGradients* out) {
@@ -210,8 +194,12 @@ Status EXPORTED(head_scale_backward)(const HeadScale* x, const HeadScaleGradient
     Workspace memory;
     double* parts = (double*)memory.zeros(2 * spans * n);
     if (memory.failed()) return OUT_OF_MEMORY;
-    const Status status = for_spans(
-        *x, [&](Int i, const Span& s) { return for_types(*x, Backward{*x, *out, s, parts + i * n}); });
+    const Status status = for_spans(*x, [&](Int i, const Span& s) {
+        return with_types(*x, [&](auto type, auto gate_type) {
+            return backward<(Type) decltype(type)::value, (Type) decltype(gate_type)::value>(*x, *out, s,
+                                                                                             parts + i * n);
+        });
+    });
     if (status != SUCCESS) return status;
     for (Int j = 0; j < n; ++j) {
         double total = 0;
