@@ -24,8 +24,8 @@ needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason
 
 
 @contextmanager
-def interpreter() -> Iterator[Callable[..., tuple[Tensor, ...]]]:
-    """Yield `run(function, *arguments)`, whose arguments and results are on the CPU."""
+def interpreter() -> Iterator[Callable[..., Any]]:
+    """Yield `run(function, *arguments)`, whose arguments and results, tensors or a bool, are on the CPU."""
     if ON_GPU:
         yield _run_on_gpu
     else:
@@ -39,10 +39,11 @@ def _interpret() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def _run_on_gpu(function: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
+def _run_on_gpu(function: Callable[..., Any], *arguments: Any) -> Any:
     torch.use_deterministic_algorithms(True)  # which fills uninitialised memory with NaN
     try:
-        return tuple(x.cpu() for x in function(*on_gpu(arguments)))
+        found = function(*on_gpu(arguments))
+        return found if isinstance(found, bool) else tuple(x.cpu() for x in found)
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -2,8 +2,13 @@
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from unrolled import models
 from unrolled.models.saving import SavedModel
+
+B, T = 2, 5  # of the arguments
 
 TRANSFORMER = {"d_model": 16, "n_layers": 2, "n_heads": 4, "max_length": 16}
 SEQ2SEQ = {"d_model": 8, "hidden_size": 8}
@@ -34,3 +39,22 @@ def small_model(kind: str, **fields: Any) -> SavedModel:
     """Make a model of a kind, with some of its fields changed."""
     made = models.KINDS[kind]
     return made(made.config_type(**FIELDS[kind] | fields))
+
+
+def arguments(kind: str) -> tuple[tuple[Tensor, ...], Tensor]:
+    """What `forward` reads, and the targets of `loss`."""
+    ids, classes = torch.randint(7, (B, T)), torch.randint(3, (B,))
+    if kind in ("memnn", "memory_network"):
+        return (torch.randint(7, (B, 4, 3)),), torch.ones(
+            B, 3, dtype=torch.long
+        ) if kind == "memnn" else classes
+    if kind == "vit":
+        return (torch.rand(B, 3, 8, 8).double(),), classes
+    if kind.endswith("transcriber"):
+        return (torch.randn(B, 40, 6).double(),), torch.randint(7, (B, 3))
+    if kind in ("ntm", "ntm_numbers", "segmenter"):
+        bits = torch.randint(2, (B, T, 4)).double()
+        return (bits,), bits[:, 0] if kind == "ntm_numbers" else bits
+    if kind.endswith(("encoder_decoder", "seq2seq")):
+        return (ids, torch.randint(7, (B, T))), torch.randint(7, (B, T))
+    return (ids,), classes if kind in ("encoder", "perceiver", "perceiver_io") else torch.randint(7, (B, T))

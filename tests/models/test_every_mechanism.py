@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from small_models import FIELDS, small_model
+from small_models import FIELDS, B, arguments, small_model
 
 from models.kit import read
 from unrolled import alignment, attention, models, recurrent
 from unrolled.contract import UnsupportedError
-
-B, T = 2, 5
 
 
 def named_by(kind):
@@ -39,21 +37,6 @@ OPTIONS = {
 }
 
 
-def arguments(kind, model):
-    """What `forward` reads, and the targets of `loss`."""
-    ids, classes = torch.randint(7, (B, T)), torch.randint(3, (B,))
-    if kind == "vit":
-        return (torch.rand(B, 3, 8, 8).double(),), classes
-    if kind.endswith("transcriber"):
-        return (torch.randn(B, 40, 6).double(),), torch.randint(7, (B, 3))
-    if kind in ("ntm", "ntm_numbers", "segmenter"):
-        bits = torch.randint(2, (B, T, 4)).double()
-        return (bits,), bits[:, 0] if kind == "ntm_numbers" else bits
-    if kind.endswith(("encoder_decoder", "seq2seq")):
-        return (ids, torch.randint(7, (B, T))), torch.randint(7, (B, T))
-    return (ids,), classes if kind in ("encoder", "perceiver", "perceiver_io") else torch.randint(7, (B, T))
-
-
 @pytest.mark.parametrize(("kind", "field", "name"), PARTS, ids=lambda x: x)
 def test_it_works_in_all_forms_or_says_what_to_use(kind, field, name, tmp_path):
     torch.manual_seed(0)
@@ -62,7 +45,7 @@ def test_it_works_in_all_forms_or_says_what_to_use(kind, field, name, tmp_path):
         model = small_model(kind, **{field: value} | OPTIONS.get((kind, name), {})).double().eval()
     except UnsupportedError:
         return
-    inputs, targets = arguments(kind, model)
+    inputs, targets = arguments(kind)
     y = model(*inputs)
     model.loss(inputs[0], targets).backward()
     gradients = [x.grad for x in model.parameters() if x.grad is not None]

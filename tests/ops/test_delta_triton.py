@@ -1,5 +1,6 @@
 """The Triton kernels of the delta rule, on a GPU or in Triton's interpreter."""
 
+from functools import partial
 from itertools import accumulate
 
 import gpu_compiler
@@ -134,9 +135,10 @@ def test_the_plain_form_can_replace_kernels_inside_of_the_operator(monkeypatch, 
 
 @pytest.mark.parametrize(("kind", "form"), [("forward", packed.forward), ("backward", packed.backward)])
 @pytest.mark.parametrize("gated", [True, False])
-def test_the_check_at_first_use_passes_correct_kernels_only(kind, form, gated):
+def test_the_check_at_first_use_passes_correct_kernels_only(run, kind, form, gated):
     call = Call("the delta rule", kind, torch.device("cpu"), torch.bfloat16, (8, 8), gated, (2,))
-    assert mistake(call, form, triton._example) is None
+    kernels = partial(run, getattr(triton, f"_{kind}"))
+    assert all(mistake(call, correct, triton._example) is None for correct in (form, kernels))
     found = mistake(call, lambda *arguments: [x + 1 for x in form(*arguments)], triton._example)
     assert found.startswith("makes a mistake in the ")
 

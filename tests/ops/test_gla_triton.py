@@ -1,5 +1,6 @@
 """The Triton kernels of linear attention with a gate for every feature, on a GPU or in Triton's interpreter."""
 
+from functools import partial
 from itertools import accumulate
 
 import gpu_compiler
@@ -100,9 +101,10 @@ def test_gates_of_zero_forget_exactly(run):
 
 
 @pytest.mark.parametrize(("kind", "form"), [("forward", packed.forward), ("backward", packed.backward)])
-def test_the_check_at_first_use_passes_correct_kernels_only(kind, form):
+def test_the_check_at_first_use_passes_correct_kernels_only(run, kind, form):
     call = Call("attention", kind, torch.device("cpu"), torch.bfloat16, (8, 8), True, (2,))
-    assert mistake(call, form, triton._example) is None
+    kernels = partial(run, getattr(triton, f"_{kind}"))
+    assert all(mistake(call, correct, triton._example) is None for correct in (form, kernels))
     found = mistake(call, lambda *arguments: [x + 1 for x in form(*arguments)], triton._example)
     assert found.startswith("makes a mistake in the ")
 

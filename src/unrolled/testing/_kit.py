@@ -167,7 +167,7 @@ def compiled(function: Any) -> Any:
 
 def with_gradients(module: nn.Module, output: Tensor, **inputs: Tensor) -> dict[str, Tensor]:
     """Return, by name, the output and its gradients of `inputs` and parameters for a fixed random loss."""
-    loss = (output * normal(*output.shape, seed=99).to(output.dtype)).sum()
+    loss = (output * normal(*output.shape, seed=99).to(output)).sum()
     named = {**inputs, **dict(module.named_parameters())}
     gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True, materialize_grads=True)
     return {"output": output.detach()} | {

@@ -38,7 +38,9 @@ def example(call: Call) -> Example:
     grads = OutputGradients(random(1, T, P, M, dtype=call.dtype), random(1, 1, R, M), random(1, 1, R))
     exact_grads = OutputGradients(*(x.double() for x in grads))
     expected = chunked.backward(exact_grads, exact, den, causal, normalize)
-    return _named(GRADIENTS, expected, grads, inputs, den.float(), Options(None, causal, normalize))
+    return _named(
+        GRADIENTS, expected, grads, inputs, den.float().contiguous(), Options(None, causal, normalize)
+    )
 
 
 def _named(names: tuple[str, ...], results: tuple[Tensor, ...], *arguments: object) -> Example:

@@ -4,17 +4,16 @@ flex skips the blocks of 128 x 128 scores that are fully masked, and masks the s
 The blocks are computed from the window, so nothing of size [T,S] is allocated, and cached for the last few
 windows. Padding and packing are masked score by score, so they change neither blocks nor kernel.
 
-The backward pass recomputes the forward pass, as flex has no public API to start from saved outputs.
+Autograd differentiates flex itself, so it is not part of the operator in `operator.py`: inside an operator,
+autograd records nothing.
 
-It has not run on a GPU yet. On a CPU the tests compare the blocks with those that torch derives from the
-mask, run the forward pass through uncompiled flex, and the backward pass through a substitute, as flex has
-no backward pass on a CPU.
+On a CPU, the tests compare the blocks with those that torch derives from the mask, and run the forward pass
+through uncompiled flex. The gradients are tested on a GPU, as flex has none on a CPU.
 """
 
-import importlib
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,33 +49,27 @@ def supports(inputs: Inputs) -> bool:
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
-    """Compute `o [B,T,H,M]` in the dtype of `v` and `lse [B,T,H]` in fp32."""
+    """Compute `o [B,T,H,M]` in the dtype of `v` and `lse [B,T,H]` in fp32, and let autograd record it."""
     q, k, v, padding = inputs
     cu_seqlens, window_size, scale = options
     T, S = q.shape[1], k.shape[1]
+    compiling = torch.compiler.is_compiling()  # flex is then compiled with the rest
+    run = _compiled() if q.is_cuda and not compiling else _flex
+    make_mask = _block_mask.__wrapped__ if compiling else _block_mask
     segments = None if cu_seqlens is None else segment_ids(cu_seqlens, T)
     with without_autocast(q.device):
-        o, lse = _flex(q.is_cuda)(
+        o, lse = run(
             *(x.transpose(1, 2) for x in (q, k, v)),
             score_mod=_mask_scores(padding, segments),
-            block_mask=_block_mask(*window_size, T, S, q.device),
+            block_mask=make_mask(*window_size, T, S, q.device),
             scale=scale,
             enable_gqa=True,
         )
-    return o.transpose(1, 2), lse.transpose(1, 2)
-
-
-def backward(
-    grad_o: Tensor, grad_lse: Tensor, inputs: Inputs, lse: Tensor, options: Options
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of `q`, `k` and `v`."""
-    nothing = lse == -torch.inf
-    grads = (grad_o.masked_fill(nothing.unsqueeze(-1), 0), grad_lse.masked_fill(nothing, 0))
-    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    with torch.enable_grad():
-        outputs = forward(Inputs(q, k, v, inputs.key_padding_mask), options)
-    dq, dk, dv = torch.autograd.grad(outputs, (q, k, v), grads)
-    return dq, dk, dv
+    o, lse = o.transpose(1, 2), lse.transpose(1, 2)
+    if padding is None and T == S:
+        return o, lse
+    nothing = lse == -torch.inf  # then no gradient may pass, not even NaN
+    return o.masked_fill(nothing.unsqueeze(-1), 0), lse.masked_fill(nothing, -torch.inf)
 
 
 def readable_blocks(left: int, right: int, T: int, S: int, device: torch.device) -> Blocks:
@@ -140,22 +133,22 @@ def _mask_scores(padding: Tensor | None, segments: Tensor | None) -> Callable[..
     return mask
 
 
+def _flex(*args: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+    """Run flex, which returns `o` and `lse` in other ways in older versions of torch."""
+    from torch.nn.attention import flex_attention as module
+
+    run: Callable[..., Any] = module.flex_attention
+    if hasattr(module, "AuxRequest"):
+        o, aux = run(*args, **options, return_aux=module.AuxRequest(lse=True))
+        return o, aux.lse
+    o, lse = run(*args, **options, return_lse=True)
+    return o, lse
+
+
 @cache
-def _flex(compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return flex as a function that returns `o` and `lse` on every version of torch."""
-    module = importlib.import_module("torch.nn.attention.flex_attention")
-
-    def flex(*args: Tensor, **options: object) -> tuple[Tensor, Tensor]:
-        if hasattr(module, "AuxRequest"):
-            o, aux = module.flex_attention(*args, **options, return_aux=module.AuxRequest(lse=True))
-            return o, aux.lse
-        o, lse = module.flex_attention(*args, **options, return_lse=True)
-        return o, lse
-
-    if not compiled:
-        return flex
+def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
     # With fullgraph, exceeding the recompile limit is an error; without, flex would silently allocate [T,S].
-    run = torch.compile(flex, fullgraph=True)
+    run = torch.compile(_flex, fullgraph=True)
 
     def run_compiled(*args: Tensor, **options: object) -> tuple[Tensor, Tensor]:
         with torch._dynamo.config.patch(recompile_limit=VARIANTS):

@@ -1,4 +1,4 @@
-"""Window attention as one torch operator, which dispatches to the backends."""
+"""Window attention as one torch operator, which dispatches to the backends; flex has its own derivatives."""
 
 from typing import Any, Protocol
 
@@ -27,11 +27,8 @@ class Backend(Protocol):
         """Compute the gradients of `q`, `k` and `v`."""
 
 
-BACKENDS: dict[str, Backend] = {  # the fastest first
-    "flex": flex,
-    "native": native,
-    "plain": blocks,
-}
+OF_OPERATOR: dict[str, Backend] = {"native": native, "plain": blocks}
+BACKENDS: dict[str, Any] = {"flex": flex, **OF_OPERATOR}  # the fastest first
 
 
 def window_attention(inputs: Inputs, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
@@ -39,6 +36,8 @@ def window_attention(inputs: Inputs, options: Options, backend: str | None) -> t
     check_backend(backend, BACKENDS)
     if transforming():
         return blocks.forward(inputs, options)
+    if inputs.q.is_cuda and choose(BACKENDS, backend, inputs.q, inputs) is flex:
+        return flex.forward(inputs, options)
     cu_seqlens, window_size, scale = options
     o, lse = _operator(*inputs, cu_seqlens, *window_size, scale, backend)
     return o, lse
@@ -51,13 +50,13 @@ def _split(*arguments: object) -> tuple[Inputs, Options]:
 
 def _forward(*arguments: object) -> tuple[Tensor, Tensor]:
     inputs, options = _split(*arguments)
-    return choose(BACKENDS, arguments[-1], inputs.q, inputs).forward(inputs, options)
+    return choose(OF_OPERATOR, arguments[-1], inputs.q, inputs).forward(inputs, options)
 
 
 def _backward(grad_o: Tensor, grad_lse: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     *tensors, cu_seqlens, lse, left, right, scale, backend = arguments
     inputs = Inputs(*tensors)
-    chosen = choose(BACKENDS, backend, inputs.q, inputs)
+    chosen = choose(OF_OPERATOR, backend, inputs.q, inputs)
     return chosen.backward(grad_o, grad_lse, inputs, lse, Options(cu_seqlens, (left, right), scale))
 
 

@@ -1,0 +1,211 @@
+"""Cases of recurrent attention on CUDA in bf16, beside flash-linear-attention and FlashAttention-2."""
+
+import importlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import elu, logsigmoid, normalize
+
+from unrolled.bench import definitions, peers
+from unrolled.bench.attention import PASSES, RESULTS
+from unrolled.bench.case import Case, Contender, Definition, NotMeasuredError, Problem, Settings, tolerance
+from unrolled.ops.delta import delta_rule
+from unrolled.ops.dispatch import prefer
+from unrolled.ops.gla import diagonal_linear_attention
+from unrolled.ops.linear import linear_attention
+
+HEADS, WIDTH = 16, 64
+TOKENS = 32_768  # of all sequences together
+BACKENDS = ("triton", "plain")
+Function = Callable[..., Tensor]
+
+
+class Inputs(NamedTuple):
+    """Arguments of all rules, and the gradient of the output: `[B,N,H,D]`, but beta and gates `[B,N,H]`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_o: Tensor
+    beta: Tensor
+    gates: Tensor
+    gates_of_features: Tensor
+
+
+class Rule(NamedTuple):
+    """A recurrence in three forms, which take the same arguments.
+
+    Attributes:
+        name, about: of its cases.
+        arguments: chooses them from the inputs.
+        names: their names.
+        ours: the form of this library.
+        peer: imports that of flash-linear-attention.
+        define: the definition.
+    """
+
+    name: str
+    about: str
+    arguments: Callable[[Inputs], Sequence[Tensor]]
+    names: tuple[str, ...]
+    ours: Function
+    peer: Callable[[], Function]
+    define: Function
+
+
+def random_inputs(length: int, settings: Settings) -> Inputs:
+    """Draw normal numbers; beta is between 0 and 1, gates are logarithms close to 0."""
+    generator = torch.Generator().manual_seed(length)
+    rows = 1 if settings.quick else max(1, TOKENS // length)
+    q, k, v, grad_o, noise = (
+        torch.randn(rows, length, HEADS, WIDTH, generator=generator).to(settings.device) for _ in range(5)
+    )
+    gates, beta = logsigmoid(noise) / 16, noise[..., 0].sigmoid()
+    q, k, v, grad_o = (x.bfloat16() for x in (q, k, v, grad_o))
+    return Inputs(q, k, v, grad_o, beta.bfloat16(), gates[..., 0].contiguous(), gates)
+
+
+def problem(length: int, settings: Settings, *, rule: Rule, gradients: bool) -> Problem:
+    """Compare all contenders at one length."""
+    inputs = random_inputs(length, settings)
+    arguments, grad_o = rule.arguments(inputs), inputs.grad_o
+
+    def run(
+        name: str, load: Callable[[], Function], arguments: Sequence[Tensor], definition: str
+    ) -> Contender:
+        def prepare() -> Callable[[], Sequence[Tensor]]:
+            if not grad_o.is_cuda:
+                raise NotMeasuredError("it runs on --device cuda")
+            function = load()
+            leaves = [x.clone().requires_grad_(gradients) for x in arguments]
+
+            def job() -> Sequence[Tensor]:
+                with torch.set_grad_enabled(gradients):
+                    o = function(*leaves)
+                    return [o, *torch.autograd.grad(o, leaves, grad_o)] if gradients else [o]
+
+            return job
+
+        return Contender(name, prepare, definition, ours=name.startswith("unrolled"))
+
+    def define(function: Function, arguments: Sequence[Tensor], names: Sequence[str]) -> Definition:
+        def compute() -> list[Tensor]:
+            leaves = [compared(x).double().requires_grad_(gradients) for x in arguments]
+            o = function(*leaves)
+            return definitions.with_gradients(o, leaves, compared(grad_o)) if gradients else [o]
+
+        allowed = tolerance(grad_o.dtype, length + WIDTH)
+        return Definition(compute, names if gradients else names[:1], allowed, compared=compared)
+
+    contenders = [
+        *(run(f"unrolled {x}", partial(_backend, x, rule.ours), arguments, rule.name) for x in BACKENDS),
+        run("fla", rule.peer, arguments, rule.name),
+        run("SDPA flash", lambda: _flash, inputs[:3], "softmax"),
+    ]
+    defined = {
+        rule.name: define(rule.define, arguments, ("o", *(f"d{name}" for name in rule.names))),
+        "softmax": define(partial(definitions.attention, softmax=True), inputs[:3], RESULTS),
+    }
+    return Problem(contenders, defined, tokens=grad_o.shape[0] * length)
+
+
+def compared(x: Tensor) -> Tensor:
+    """The first and the last head of the first sequence: the definitions take long."""
+    return x[:1, :, :: HEADS - 1]
+
+
+def _backend(name: str, function: Function) -> Function:
+    def run(*arguments: Tensor) -> Tensor:
+        with prefer(name):
+            return function(*arguments)
+
+    return run
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return peers.flash(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+def _fla(module: str, name: str, **options: Any) -> Callable[[], Function]:
+    """Return an import of a function of flash-linear-attention, of which only the output is wanted."""
+
+    def load() -> Function:
+        function = getattr(importlib.import_module(f"fla.ops.{module}"), name)
+        return lambda *arguments: function(*arguments, **options)[0]
+
+    return load
+
+
+def _gates_first(load: Callable[[], Function]) -> Callable[[], Function]:
+    """Return an import of a function that takes its fourth and fifth argument in the other order."""
+
+    def swapped() -> Function:
+        function = load()
+        return lambda q, k, v, beta, gates: function(q, k, v, gates, beta)
+
+    return swapped
+
+
+RULES = (
+    Rule(
+        "linear",
+        "linear attention, normalised",
+        lambda x: [elu(x.q) + 1, elu(x.k) + 1, x.v],
+        ("q", "k", "v"),
+        partial(linear_attention, causal=True),
+        _fla("linear_attn", "chunk_linear_attn", normalize=True),
+        partial(definitions.attention, softmax=False),
+    ),
+    Rule(
+        "gated",
+        "linear attention with a gate per head",
+        lambda x: [x.q, x.k, x.v, x.gates],
+        ("q", "k", "v", "gates"),
+        lambda q, k, v, gates: linear_attention(q, k, v, causal=True, normalize=False, log_decay=gates),
+        _fla("simple_gla", "chunk_simple_gla", scale=1.0),
+        lambda q, k, v, gates: definitions.gated(q, k, v, gates[..., None]),
+    ),
+    Rule(
+        "gla",
+        "linear attention with a gate per feature",
+        lambda x: [x.q, x.k, x.v, x.gates_of_features],
+        ("q", "k", "v", "gates"),
+        diagonal_linear_attention,
+        _fla("gla", "chunk_gla", scale=1.0),
+        definitions.gated,
+    ),
+    Rule(
+        "delta",
+        "the delta rule",
+        lambda x: [normalize(x.q, dim=-1), normalize(x.k, dim=-1), x.v, x.beta],
+        ("q", "k", "v", "beta"),
+        lambda q, k, v, beta: delta_rule(q, k, v, beta)[0],
+        _fla("delta_rule", "chunk_delta_rule", scale=1.0),
+        lambda q, k, v, beta: definitions.delta(q, k, v, beta, torch.zeros_like(beta)),
+    ),
+    Rule(
+        "gated-delta",
+        "the delta rule with a gate per head",
+        lambda x: [normalize(x.q, dim=-1), normalize(x.k, dim=-1), x.v, x.beta, x.gates],
+        ("q", "k", "v", "beta", "gates"),
+        lambda q, k, v, beta, gates: delta_rule(q, k, v, beta, log_decay=gates)[0],
+        _gates_first(_fla("gated_delta_rule", "chunk_gated_delta_rule", scale=1.0)),
+        definitions.delta,
+    ),
+)
+
+CASES = [
+    Case(
+        f"cuda-{rule.name}{suffix}",
+        f"On CUDA in bf16, 16 heads of 64, 32,768 tokens: {rule.about}, {what}.",
+        "N",
+        (2048, 8192),
+        (64,),
+        partial(problem, rule=rule, gradients=gradients),
+    )
+    for rule in RULES
+    for gradients, suffix, what in PASSES
+]
