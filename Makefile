@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 # torch keeps what it has compiled for later runs, and does not notice that an operator takes other arguments now.
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
 
-.PHONY: demo test test-compilers test-documents fuzz test-oracles test-ray test-scale test-serve test-store test-web test-wheel test-native test-neon wheel check format docs bench clean
+.PHONY: demo test test-compilers test-cuda test-documents fuzz test-oracles test-ray test-scale test-serve test-store test-tritons test-web test-wheel test-native test-neon wheel check format docs bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/unrolled demo $(ARGS)
@@ -25,6 +25,17 @@ test: $(VENV)/installed
 test-compilers: $(VENV)/installed
 	$(PYTEST) -n auto -m compilers
 	TRITON_INTERPRET=1 $(PYTEST) -n auto tests/test_contract.py
+
+# Tests on this machine's GPU, which needs a build of torch with CUDA: kernels, mechanisms, cells, models and training.
+test-cuda: $(VENV)/installed
+	$(PYTEST) -n 4 -m "cuda or compilers" tests/test_cuda.py tests/ops -k "cuda or triton"
+
+# Compiles the Triton kernels by the versions of Triton that come with older versions of PyTorch.
+test-tritons: $(VENV)/installed
+	for version in 3.3.1 3.4.0 3.5.1 3.6.0 3.7.1 3.8.0; do \
+		$(BIN)/pip install -q --no-deps --target build/triton-$$version triton==$$version && \
+		PYTHONPATH=build/triton-$$version $(PYTEST) -n auto -m compilers -k compiles_for tests/ops || exit 1; \
+	done
 
 # Runs the code and the commands of the README and the guide, and the scripts in examples/, without changes.
 test-documents: $(VENV)/installed

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from unrolled.ops.dispatch import prefer
+from unrolled.ops.triton.check import required
 
 ON_GPU = torch.cuda.is_available()
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
@@ -42,7 +43,8 @@ def _interpret() -> None:
 def _run_on_gpu(function: Callable[..., Any], *arguments: Any) -> Any:
     torch.use_deterministic_algorithms(True)  # which fills uninitialised memory with NaN
     try:
-        found = function(*on_gpu(arguments))
+        with required():
+            found = function(*on_gpu(arguments))
         return found if isinstance(found, bool) else tuple(x.cpu() for x in found)
     finally:
         torch.use_deterministic_algorithms(False)

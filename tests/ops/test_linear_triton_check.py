@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 
+from unrolled.contract import UnsupportedError
 from unrolled.ops.linear import chunked as linear_chunked
 from unrolled.ops.linear import packed as linear_packed
 from unrolled.ops.linear import triton as linear_triton
@@ -87,7 +88,7 @@ def test_a_kernel_that_raises_is_a_mistake_unless_memory_runs_out():
 def compiled(monkeypatch):
     """As on a GPU: kernels are compiled, and nothing has been checked."""
     monkeypatch.setattr(check, "compiled_for", lambda device: (AMPERE, (3, 9, 0)))
-    monkeypatch.setattr(check, "_verdicts", {})
+    monkeypatch.setattr(check, "_faults", {})
     monkeypatch.setattr(check, "_warned", set())
 
 
@@ -128,6 +129,18 @@ def test_the_plain_form_replaces_a_miscompiled_one_with_one_warning(monkeypatch,
     )
 
 
+def test_kernels_that_are_required_are_never_replaced(monkeypatch, compiled):
+    monkeypatch.setattr(linear_triton, "_step", lambda *_: [x + 1 for x in linear_chunked.step(*_)])
+    for _ in range(2):
+        with (
+            check.required(),
+            pytest.raises(UnsupportedError, match="cannot be used on cpu, as Triton"),
+        ):
+            linear_triton.step(*calls()["step"])
+    with pytest.warns(UserWarning, match="runs in plain PyTorch"):
+        linear_triton.step(*calls()["step"])
+
+
 def test_nothing_is_checked_where_nothing_is_compiled():
     assert check.compiled_for(torch.device("cpu")) is None
 
@@ -139,7 +152,7 @@ def test_looking_up_a_verdict_takes_microseconds():
         "from unrolled.ops.triton import check\n"
         "from unrolled.ops.linear.chunked import Inputs\n"
         "inputs = Inputs(*(torch.rand(1, 2, 5) for _ in range(3)), None, None, None)\n"
-        "check._verdicts[described('step', inputs, True, True)] = True\n"
+        "check._faults[described('step', inputs, True, True)] = None\n"
         "look = lambda: check.trusted(described('step', inputs, True, True), None, example)\n"
         "print(min(timeit.repeat(look, number=1000, repeat=20)) / 1000)\n"
     )

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from unrolled.ops.delta import delta_rule
 from unrolled.ops.dispatch import prefer
 from unrolled.ops.gla import diagonal_linear_attention
 from unrolled.ops.linear import linear_attention
+from unrolled.ops.triton.check import required
 
 HEADS, WIDTH = 16, 64
 TOKENS = 32_768  # of all sequences together
@@ -58,10 +60,10 @@ class Rule(NamedTuple):
 
 def random_inputs(length: int, settings: Settings) -> Inputs:
     """Draw normal numbers; beta is between 0 and 1, gates are logarithms close to 0."""
-    generator = torch.Generator().manual_seed(length)
-    rows = 1 if settings.quick else max(1, TOKENS // length)
+    generator = torch.Generator(settings.device).manual_seed(length)
+    shape = 1 if settings.quick else max(1, TOKENS // length), length, HEADS, WIDTH
     q, k, v, grad_o, noise = (
-        torch.randn(rows, length, HEADS, WIDTH, generator=generator).to(settings.device) for _ in range(5)
+        torch.randn(shape, generator=generator, device=settings.device) for _ in range(5)
     )
     gates, beta = logsigmoid(noise) / 16, noise[..., 0].sigmoid()
     q, k, v, grad_o = (x.bfloat16() for x in (q, k, v, grad_o))
@@ -73,23 +75,25 @@ def problem(length: int, settings: Settings, *, rule: Rule, gradients: bool) -> 
     inputs = random_inputs(length, settings)
     arguments, grad_o = rule.arguments(inputs), inputs.grad_o
 
-    def run(
-        name: str, load: Callable[[], Function], arguments: Sequence[Tensor], definition: str
-    ) -> Contender:
+    def run(name: str, load: Callable[[], Function], backend: str | None = None) -> Contender:
+        softmax = load is _flash
+        given = inputs[:3] if softmax else arguments
+
         def prepare() -> Callable[[], Sequence[Tensor]]:
             if not grad_o.is_cuda:
                 raise NotMeasuredError("it runs on --device cuda")
             function = load()
-            leaves = [x.clone().requires_grad_(gradients) for x in arguments]
+            leaves = [x.clone().requires_grad_(gradients) for x in given]
 
             def job() -> Sequence[Tensor]:
-                with torch.set_grad_enabled(gradients):
+                chosen = nullcontext() if backend is None else prefer(backend)
+                with chosen, required(), torch.set_grad_enabled(gradients):
                     o = function(*leaves)
                     return [o, *torch.autograd.grad(o, leaves, grad_o)] if gradients else [o]
 
             return job
 
-        return Contender(name, prepare, definition, ours=name.startswith("unrolled"))
+        return Contender(name, prepare, "softmax" if softmax else rule.name, ours=backend is not None)
 
     def define(function: Function, arguments: Sequence[Tensor], names: Sequence[str]) -> Definition:
         def compute() -> list[Tensor]:
@@ -101,9 +105,9 @@ def problem(length: int, settings: Settings, *, rule: Rule, gradients: bool) -> 
         return Definition(compute, names if gradients else names[:1], allowed, compared=compared)
 
     contenders = [
-        *(run(f"unrolled {x}", partial(_backend, x, rule.ours), arguments, rule.name) for x in BACKENDS),
-        run("fla", rule.peer, arguments, rule.name),
-        run("SDPA flash", lambda: _flash, inputs[:3], "softmax"),
+        *(run(f"unrolled {backend}", lambda: rule.ours, backend) for backend in BACKENDS),
+        run("fla", rule.peer),
+        run("SDPA flash", _flash),
     ]
     defined = {
         rule.name: define(rule.define, arguments, ("o", *(f"d{name}" for name in rule.names))),
@@ -117,16 +121,9 @@ def compared(x: Tensor) -> Tensor:
     return x[:1, :, :: HEADS - 1]
 
 
-def _backend(name: str, function: Function) -> Function:
-    def run(*arguments: Tensor) -> Tensor:
-        with prefer(name):
-            return function(*arguments)
-
-    return run
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return peers.flash(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+def _flash() -> Function:
+    """Return FlashAttention-2, for `[B,N,H,D]`."""
+    return lambda q, k, v: peers.flash(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
 def _fla(module: str, name: str, **options: Any) -> Callable[[], Function]:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from unrolled.ops.gla.triton_kernels import after, are_parted, decays, load_gates, up_to
-from unrolled.ops.triton.tiles import UNSPECIALIZED, load_tile, parts_for, place, product, short, store_tile
+from unrolled.ops.triton.tiles import UNSPECIALIZED, load_tile, place, product, short, store_tile
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -47,8 +47,8 @@ def value_gradients(
     _, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
     k += row * k_strides[0] + g * k_strides[2]
     d_states += (slot * G + g).to(tl.int64) * (R * M)
-    PARTS: tl.constexpr = parts_for(dv, 1)
-    GATE_PARTS: tl.constexpr = parts_for(dv, 2)
+    PARTS: tl.constexpr = 3 if dv.dtype.element_ty == tl.float32 else 1
+    GATE_PARTS: tl.constexpr = 3 if dv.dtype.element_ty == tl.float32 else 2
     i = tl.arange(0, C)
     total = tl.zeros([C, BM], tl.float32)
     for first in range(0, R, BR):

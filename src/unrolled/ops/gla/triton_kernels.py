@@ -19,7 +19,6 @@ from unrolled.ops.linear.triton_kernels import LOWEST
 from unrolled.ops.triton.tiles import (
     UNSPECIALIZED,
     load_tile,
-    parts_for,
     place,
     product,
     sequence_slots,
@@ -81,7 +80,7 @@ def weights(
     # The kernels that read W round it to the type of their results, which is that of q. So one part, of tf32,
     # is enough here for bf16 only.
     PARTS: tl.constexpr = 1 if q.dtype.element_ty == tl.bfloat16 else 3
-    GATE_PARTS: tl.constexpr = parts_for(q, 2)
+    GATE_PARTS: tl.constexpr = 3 if q.dtype.element_ty == tl.float32 else 2
     i = tl.arange(0, C)
     total = tl.zeros([C, C], tl.float32)
     for first in range(0, R, BR):
@@ -173,8 +172,8 @@ def outputs(
     at = (row * length + tokens) * G * P + head
     i = tl.arange(0, C)
     v_tile = load_tile(v, tokens, v_strides[1], exists, m, v_strides[3], m < M)
-    PARTS: tl.constexpr = parts_for(o, 1)
-    GATE_PARTS: tl.constexpr = parts_for(o, 2)
+    PARTS: tl.constexpr = 3 if o.dtype.element_ty == tl.float32 else 1
+    GATE_PARTS: tl.constexpr = 3 if o.dtype.element_ty == tl.float32 else 2
     pair_tile = load_tile(pairs, at, C, exists, i, 1, i < C)
     total = product(pair_tile, v_tile, tl.zeros([C, BM], tl.float32), PARTS)
     for first in range(0, R, BR):

@@ -20,7 +20,7 @@ from unrolled.ops.linear.triton_kernels import (
     inverse,
     query_chunk,
 )
-from unrolled.ops.triton.tiles import UNSPECIALIZED, cast, load_tile, parts_for, place, product, store_tile
+from unrolled.ops.triton.tiles import UNSPECIALIZED, cast, load_tile, place, product, store_tile
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def query_gradients(
     """
     head, g, row, tokens, exists, index, at = query_chunk(length, chunks, cu_seqlens, owners, G, P, C, CAUSAL)
     # With a divisor, dq is a sum over keys that nearly cancels: its product with q is 0.
-    PARTS: tl.constexpr = parts_for(dq, 1 if den is None else 2)
+    PARTS: tl.constexpr = 3 if dq.dtype.element_ty == tl.float32 else 1 if den is None else 2
     SUMS: tl.constexpr = den is not None or d_reads is not None
     q += row * q_strides[0] + head * q_strides[2]
     k += row * k_strides[0] + g * k_strides[2]
@@ -159,9 +159,9 @@ def key_gradients(
     r = tl.program_id(2) * BR + tl.arange(0, BR)
     sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
     index = ((slot if CAUSAL or log_decay is not None else sequence) * G + g).to(tl.int64)
-    PARTS: tl.constexpr = parts_for(dk, 1)
+    PARTS: tl.constexpr = 3 if dk.dtype.element_ty == tl.float32 else 1
     # With a divisor, the contributions of S and z to dk cancel, except for the differences between values.
-    STATE_PARTS: tl.constexpr = parts_for(dk, 1 if den is None else 2)
+    STATE_PARTS: tl.constexpr = 3 if dk.dtype.element_ty == tl.float32 else 1 if den is None else 2
     v += row * v_strides[0] + g * v_strides[2]
     dk_tile = tl.zeros([C, BR], tl.float32)
     for first in range(0, M, BM):
@@ -207,7 +207,7 @@ def value_gradients(
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     sequence, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
     index = ((slot if CAUSAL or log_decay is not None else sequence) * G + g).to(tl.int64)
-    PARTS: tl.constexpr = parts_for(dv, 1)
+    PARTS: tl.constexpr = 3 if dv.dtype.element_ty == tl.float32 else 1
     k += row * k_strides[0] + g * k_strides[2]
     dv_tile = tl.zeros([C, BM], tl.float32)
     if d_kv is not None:

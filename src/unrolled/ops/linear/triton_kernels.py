@@ -16,15 +16,7 @@ import triton
 import triton.language as tl
 
 from unrolled.ops.linear.chunked import LOWEST_GATE
-from unrolled.ops.triton.tiles import (
-    UNSPECIALIZED,
-    load_tile,
-    parts_for,
-    place,
-    product,
-    sequence_slots,
-    store_tile,
-)
+from unrolled.ops.triton.tiles import UNSPECIALIZED, load_tile, place, product, sequence_slots, store_tile
 
 LOWEST = tl.constexpr(LOWEST_GATE)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps)  # see `safe_divide`
@@ -188,7 +180,7 @@ def outputs(
     q += row * q_strides[0] + head * q_strides[2]
     k += row * k_strides[0] + g * k_strides[2]
     v += row * v_strides[0] + g * v_strides[2]
-    PARTS: tl.constexpr = parts_for(o, 1)
+    PARTS: tl.constexpr = 3 if o.dtype.element_ty == tl.float32 else 1
     weights = tl.zeros([C, C], tl.float32)
     divisor = tl.zeros([C], tl.float32)
     if CAUSAL or den is not None:

@@ -7,12 +7,14 @@ instead.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from unrolled.contract import UnsupportedError
 from unrolled.ops.triton import Version, version
 
 TOKENS = 130  # three chunks, the last of them cut off
@@ -53,38 +55,54 @@ class Fault(NamedTuple):
 FAULTS = (
     # flash-linear-attention rejects these, see its issue 640.
     Fault("makes mistakes in gradients of gates on Hopper", (9, 0), (3, 4), (3, 7, 1), gated_backward=True),
-    # triton#11366, found in 3.7.1 and not in 3.5.1. Versions between are rejected too: it ends the process.
+    # triton#11366, found in 3.7.1 and not in 3.5.1. Versions between are rejected too, since it ends the
+    # process: with 3.6.0, kernels of `delta_rule` read at illegal addresses on an H200.
     Fault("may read beyond shared memory on Hopper", (9, 0), (3, 6), (3, 8), narrowest=17),
     # triton#10821, found in 3.6.0, 3.7.1 and 3.8.0: two products that are added up in one place.
     Fault("makes mistakes in sums of products on B300", (10, 3), (3, 6), (3, 9)),
 )
 
-_verdicts: dict[Call, bool] = {}
+_faults: dict[Call, str | None] = {}  # of the calls that were checked
 _warned: set[tuple[torch.device, str]] = set()
+_required = False
+
+
+@contextmanager
+def required() -> Iterator[None]:
+    """Raise UnsupportedError where the plain form would replace kernels; for tests and benchmarks."""
+    global _required
+    before, _required = _required, True
+    try:
+        yield
+    finally:
+        _required = before
 
 
 def trusted(
     call: Call, kernels: Callable[..., tuple[Tensor, ...]], example: Callable[[Call], Example]
 ) -> bool:
     """Whether the kernels of this call are correct here, as far as is known; checks them the first time."""
-    verdict = _verdicts.get(call)
-    if verdict is not None:
-        return verdict
-    machine = compiled_for(call.device)
-    if machine is None:
-        return True
-    fault = known_fault(call, *machine) or mistake(call, kernels, example)
-    _verdicts[call] = fault is None
-    if fault is not None and (call.device, fault) not in _warned:
-        _warned.add((call.device, fault))
+    fault = _faults.get(call, "")
+    if fault == "":  # it has not been checked
+        machine = compiled_for(call.device)
+        if machine is None:
+            return True
+        found = known_fault(call, *machine) or mistake(call, kernels, example)
         triton = ".".join(map(str, machine[1]))
-        heads = f", heads {' and '.join(map(str, call.widths))} wide" if call.widths else ""
-        warnings.warn(
-            f"{call.operation} runs in plain PyTorch on {call.device}, as Triton {triton} {fault} "
-            f"({call.kind}, {call.dtype}{heads})",
-            stacklevel=2,
-        )
+        fault = _faults[call] = None if found is None else f"Triton {triton} {found}"
+    if fault is not None:
+        _report(call, fault)
     return fault is None
+
+
+def _report(call: Call, fault: str) -> None:
+    heads = f", heads {' and '.join(map(str, call.widths))} wide" if call.widths else ""
+    reason = f"on {call.device}, as {fault} ({call.kind}, {call.dtype}{heads})"
+    if _required:
+        raise UnsupportedError(f"the kernels of {call.operation} cannot be used {reason}")
+    if (call.device, fault) not in _warned:
+        _warned.add((call.device, fault))
+        warnings.warn(f"{call.operation} runs in plain PyTorch {reason}", stacklevel=3)
 
 
 def compiled_for(device: torch.device) -> tuple[tuple[int, int], Version] | None:

@@ -74,24 +74,20 @@ def store_tile(x, rows, row_stride, row_exists, columns, column_exists, values):
 
 
 @triton.jit
-def parts_for(result, FEWEST: tl.constexpr):
-    """Return the number of parts into which `product` splits the factors: three if the result is fp32."""
-    return 3 if result.dtype.element_ty == tl.float32 else FEWEST
-
-
-@triton.jit
 def cast(x, type: tl.constexpr):
     """Return fp32 numbers in another type, rounded to nearest."""
-    if INTERPRETED and type == tl.bfloat16:  # the interpreter cuts digits off
-        x = _rounded(x, 16)
+    if INTERPRETED:
+        if type == tl.bfloat16:  # the interpreter cuts digits off
+            x = _rounded(x, 16)
     return x.to(type)
 
 
 @triton.jit
 def short(x, like):
     """Return fp32 numbers rounded to bf16 if `like` is bf16; with fp16, `product` rounds them to tf32."""
-    if like.dtype.element_ty == tl.bfloat16 and x.dtype == tl.float32:
-        x = cast(x, tl.bfloat16)
+    if like.dtype.element_ty == tl.bfloat16:
+        if x.dtype == tl.float32:
+            x = cast(x, tl.bfloat16)
     return x
 
 
@@ -109,27 +105,29 @@ def product(a, b, total, PARTS: tl.constexpr = 3):
     Where the result is stored with 16 bits, PARTS = 1 is enough, since that part is rounded as the result is.
     PARTS = 2 is for terms that nearly cancel.
     """
-    if a.dtype == tl.float32 and b.dtype == tl.float32:
-        if PARTS == 1:
-            total = tl.dot(_rounded(a, 13), _rounded(b, 13), total, input_precision="tf32")
+    if a.dtype != tl.float32:
+        if b.dtype != tl.float32:
+            total = _dot(a, b, total)
         else:
-            total = tl.dot(a, b, total, input_precision="tf32x3")
-    elif a.dtype == tl.float32:
+            high, middle, low = _parts(b, a.dtype)
+            if PARTS > 2:
+                if a.dtype == tl.bfloat16:
+                    total = _dot(a, low, total)
+            if PARTS > 1:
+                total = _dot(a, middle, total)
+            total = _dot(a, high, total)
+    elif b.dtype != tl.float32:
         high, middle, low = _parts(a, b.dtype)
-        if PARTS > 2 and b.dtype == tl.bfloat16:
-            total = _dot(low, b, total)
+        if PARTS > 2:
+            if b.dtype == tl.bfloat16:
+                total = _dot(low, b, total)
         if PARTS > 1:
             total = _dot(middle, b, total)
         total = _dot(high, b, total)
-    elif b.dtype == tl.float32:
-        high, middle, low = _parts(b, a.dtype)
-        if PARTS > 2 and a.dtype == tl.bfloat16:
-            total = _dot(a, low, total)
-        if PARTS > 1:
-            total = _dot(a, middle, total)
-        total = _dot(a, high, total)
+    elif PARTS == 1:
+        total = tl.dot(_rounded(a, 13), _rounded(b, 13), total, input_precision="tf32")
     else:
-        total = _dot(a, b, total)
+        total = tl.dot(a, b, total, input_precision="tf32x3")
     return total
 
 
