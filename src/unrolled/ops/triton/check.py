@@ -56,7 +56,7 @@ FAULTS = (
     # flash-linear-attention rejects these, see its issue 640.
     Fault("makes mistakes in gradients of gates on Hopper", (9, 0), (3, 4), (3, 7, 1), gated_backward=True),
     # triton#11366, found in 3.7.1 and not in 3.5.1. Versions between are rejected too, since it ends the
-    # process: with 3.6.0, kernels of `delta_rule` read at illegal addresses on an H200.
+    # process: with 3.6.0, kernels for heads 128 wide read at illegal addresses on an H200.
     Fault("may read beyond shared memory on Hopper", (9, 0), (3, 6), (3, 8), narrowest=17),
     # triton#10821, found in 3.6.0, 3.7.1 and 3.8.0: two products that are added up in one place.
     Fault("makes mistakes in sums of products on B300", (10, 3), (3, 6), (3, 9)),
