@@ -30,11 +30,11 @@ test-compilers: $(VENV)/installed
 test-cuda: $(VENV)/installed
 	$(PYTEST) -n 4 -m "cuda or compilers" tests/test_cuda.py tests/ops -k "cuda or triton"
 
-# Compiles the Triton kernels by the versions of Triton that come with older versions of PyTorch.
+# Compiles the Triton kernels for Ampere and Hopper by older versions of Triton, as older versions of PyTorch have them.
 test-tritons: $(VENV)/installed
 	for version in 3.6.0 3.7.1 3.8.0; do \
 		$(BIN)/pip install -q --no-deps --target build/triton-$$version triton==$$version && \
-		PYTHONPATH=build/triton-$$version $(PYTEST) -n auto -m compilers -k compiles_for tests/ops || exit 1; \
+		PYTHONPATH=build/triton-$$version $(PYTEST) -n auto -m compilers -k "compiles_for and not 100" tests/ops || exit 1; \
 	done
 
 # Runs the code and the commands of the README and the guide, and the scripts in examples/, without changes.
