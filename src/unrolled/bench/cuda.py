@@ -13,6 +13,7 @@ from torch.nn.functional import elu, logsigmoid, normalize
 from unrolled.bench import definitions, peers
 from unrolled.bench.attention import PASSES, RESULTS
 from unrolled.bench.case import Case, Contender, Definition, NotMeasuredError, Problem, Settings, tolerance
+from unrolled.bench.gla import bind
 from unrolled.ops.delta import delta_rule
 from unrolled.ops.dispatch import prefer
 from unrolled.ops.gla import diagonal_linear_attention
@@ -82,24 +83,20 @@ def problem(length: int, settings: Settings, *, rule: Rule, gradients: bool) -> 
         def prepare() -> Callable[[], Sequence[Tensor]]:
             if not grad_o.is_cuda:
                 raise NotMeasuredError("it runs on --device cuda")
-            function = load()
-            leaves = [x.clone().requires_grad_(gradients) for x in given]
+            job = bind(load(), given, grad_o=grad_o, gradients=gradients)
 
-            def job() -> Sequence[Tensor]:
-                chosen = nullcontext() if backend is None else prefer(backend)
-                with chosen, required(), torch.set_grad_enabled(gradients):
-                    o = function(*leaves)
-                    return [o, *torch.autograd.grad(o, leaves, grad_o)] if gradients else [o]
+            def with_kernels() -> Sequence[Tensor]:
+                with nullcontext() if backend is None else prefer(backend), required():
+                    return job()
 
-            return job
+            return with_kernels
 
         return Contender(name, prepare, "softmax" if softmax else rule.name, ours=backend is not None)
 
     def define(function: Function, arguments: Sequence[Tensor], names: Sequence[str]) -> Definition:
-        def compute() -> list[Tensor]:
-            leaves = [compared(x).double().requires_grad_(gradients) for x in arguments]
-            o = function(*leaves)
-            return definitions.with_gradients(o, leaves, compared(grad_o)) if gradients else [o]
+        def compute() -> Sequence[Tensor]:
+            exact = [compared(x).double() for x in arguments]
+            return bind(function, exact, grad_o=compared(grad_o).double(), gradients=gradients)()
 
         allowed = tolerance(grad_o.dtype, length + WIDTH)
         return Definition(compute, names if gradients else names[:1], allowed, compared=compared)

@@ -83,16 +83,29 @@ def ours(
             raise NotMeasuredError(f"it runs on --device {DEVICES[backend]}")
         if backend == "native" and (why := native.missing()):
             raise MissingError(why)
-        leaves = [x.clone().requires_grad_(gradients) for x in inputs]
+        job = bind(function, inputs, grad_o=grad_o, gradients=gradients)
 
-        def job() -> Sequence[Tensor]:
-            with prefer(backend), torch.set_grad_enabled(gradients):
-                o = function(*leaves)
-                return [o, *torch.autograd.grad(o, leaves, grad_o)] if gradients else [o]
+        def preferring() -> Sequence[Tensor]:
+            with prefer(backend):
+                return job()
 
-        return job
+        return preferring
 
     return Contender(f"unrolled {name}", prepare, definition, ours=True)
+
+
+def bind(
+    function: Function, inputs: Sequence[Tensor], *, grad_o: Tensor, gradients: bool
+) -> Callable[[], Sequence[Tensor]]:
+    """Make a job of a function: its output, and with `gradients` those of all inputs."""
+    leaves = [x.clone().requires_grad_(gradients) for x in inputs]
+
+    def job() -> Sequence[Tensor]:
+        with torch.set_grad_enabled(gradients):
+            o = function(*leaves)
+            return [o, *torch.autograd.grad(o, leaves, grad_o)] if gradients else [o]
+
+    return job
 
 
 def define(
@@ -110,10 +123,9 @@ def define(
     def compared(x: Tensor) -> Tensor:
         return x[:, :, heads]
 
-    def compute() -> list[Tensor]:
-        leaves = [compared(x).double().requires_grad_(gradients) for x in inputs]
-        o = function(*leaves)
-        return definitions.with_gradients(o, leaves, compared(grad_o).double()) if gradients else [o]
+    def compute() -> Sequence[Tensor]:
+        exact = [compared(x).double() for x in inputs]
+        return bind(function, exact, grad_o=compared(grad_o).double(), gradients=gradients)()
 
     return Definition(
         compute,
