@@ -90,7 +90,7 @@ def trusted(
         found = known_fault(call, *machine) or mistake(call, kernels, example)
         triton = ".".join(map(str, machine[1]))
         fault = _faults[call] = None if found is None else f"Triton {triton} {found}"
-    if fault is not None:
+    if fault is not None and (_required or (call.device, fault) not in _warned):
         _report(call, fault)
     return fault is None
 
@@ -100,9 +100,8 @@ def _report(call: Call, fault: str) -> None:
     reason = f"on {call.device}, as {fault} ({call.kind}, {call.dtype}{heads})"
     if _required:
         raise UnsupportedError(f"the kernels of {call.operation} cannot be used {reason}")
-    if (call.device, fault) not in _warned:
-        _warned.add((call.device, fault))
-        warnings.warn(f"{call.operation} runs in plain PyTorch {reason}", stacklevel=3)
+    _warned.add((call.device, fault))
+    warnings.warn(f"{call.operation} runs in plain PyTorch {reason}", stacklevel=3)
 
 
 def compiled_for(device: torch.device) -> tuple[tuple[int, int], Version] | None:
