@@ -44,10 +44,11 @@ def small_model(kind: str, **fields: Any) -> SavedModel:
 def arguments(kind: str) -> tuple[tuple[Tensor, ...], Tensor]:
     """What `forward` reads, and the targets of `loss`."""
     ids, classes = torch.randint(7, (B, T)), torch.randint(3, (B,))
-    if kind in ("memnn", "memory_network"):
-        return (torch.randint(7, (B, 4, 3)),), torch.ones(
-            B, 3, dtype=torch.long
-        ) if kind == "memnn" else classes
+    stories = (torch.randint(7, (B, 4, 3)),)
+    if kind == "memnn":
+        return stories, torch.ones(B, 3, dtype=torch.long)
+    if kind == "memory_network":
+        return stories, classes
     if kind == "vit":
         return (torch.rand(B, 3, 8, 8).double(),), classes
     if kind.endswith("transcriber"):

@@ -182,7 +182,9 @@ def test_strides_and_expanded_gradients_are_honoured(run):
         *outputs, den = run(linear_triton.forward, x, CAUSAL)
         results.append([*outputs, *run(linear_triton.backward, grad, x, den, CAUSAL)])
     for name, x, y in zip(NAMES, *results, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5, msg=name)
+        # For other strides, the compiler sums in another order.
+        error = 1e-5 if ON_GPU else 0
+        torch.testing.assert_close(x, y, rtol=error, atol=error, msg=name)
 
 
 def test_no_sequence_of_a_pack_sees_another(run):
@@ -213,7 +215,8 @@ def test_a_gate_of_zero_forgets_everything_before_it(run, lowest):
     torch.testing.assert_close((kv, k_sum), tuple(fresh_end), rtol=1e-6, atol=1e-6)
     found = run(linear_triton.backward, grads, inputs, den, options)
     assert all(x.isfinite().all() for x in found)
-    allowed = 0 if lowest == -torch.inf else 1e-6  # a difference of two sums, which the compiler may reorder
+    # A difference of two sums, which the compiler may reorder.
+    allowed = 1e-6 if ON_GPU and lowest == LOWEST_GATE else 0
     assert found[3][0, 70].abs() <= allowed
 
 

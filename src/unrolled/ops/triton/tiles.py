@@ -4,6 +4,8 @@
 
 A sequence is cut into chunks of C tokens; the chunks of all sequences are numbered consecutively as slots.
 
+Conditions are nested where `and` would be shorter: Triton 3.3 has no `and` of constants.
+
 A head and a stride fit into 32 bits, but their product may not, so heads are 64-bit from the start.
 """
 

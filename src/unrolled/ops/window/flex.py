@@ -7,8 +7,8 @@ windows. Padding and packing are masked score by score, so they change neither b
 Autograd differentiates flex itself, so it is not part of the operator in `operator.py`: inside an operator,
 autograd records nothing.
 
-On a CPU, the tests compare the blocks with those that torch derives from the mask, and run the forward pass
-through uncompiled flex. The gradients are tested on a GPU, as flex has none on a CPU.
+On a CPU, the tests compare the blocks with those that torch derives from the mask, run the forward pass
+through uncompiled flex, and take gradients through a substitute, as flex has none on a CPU.
 """
 
 from collections.abc import Callable
