@@ -2,22 +2,23 @@
 
 The corrections N of a chunk are the values of gated linear attention, whose kernels do the rest. Forward:
 
-1. `corrections`: solves the triangular system of each chunk, all in parallel.
-2. `scan`: walks along the chunks with S in registers, by columns of S, and stores the states and N.
-3. Linear attention's `outputs`, all in parallel.
+1. `inverses`: inverts the triangular matrix of each chunk, all in parallel.
+2. `corrections`: multiplies by the inverses, all in parallel.
+3. `scan`: walks along the chunks with S in registers, by columns of S, and stores the states and N.
+4. Linear attention's `outputs`, all in parallel.
 
 Backward:
 
-4. 1 and 2 again, for the states and N; linear attention's `query_gradients`.
-5. Linear attention's `value_gradients` and `chunk_sums` over the queries: what the outputs add to the
+5. 1 to 3 again, for the states and N; linear attention's `query_gradients`.
+6. Linear attention's `value_gradients` and `chunk_sums` over the queries: what the outputs add to the
    gradients of N and of the states. `scan_back` completes both, from the last chunk to the first.
-6. Linear attention's `key_gradients`.
-7. `correction_gradients` and `key_gradients`: the gradients through the triangular systems. Linear
+7. Linear attention's `key_gradients`.
+8. `correction_gradients` and `key_gradients`: the gradients through the triangular systems. Linear
    attention's `gate_gradients`.
 
 Everything is fp32, except the inputs and their gradients. Memory besides the results, in numbers per token
-and key head: R + M in the forward pass, 2 R + 3 M + 64 in the backward pass. For every 64 tokens, the forward
-pass also keeps one state, and the backward pass two.
+and key head: R + M + 64 in the forward pass, 2 R + 3 M + 64 in the backward pass. For every 64 tokens, the
+forward pass also keeps one state, and the backward pass two.
 """
 
 from torch import Tensor
@@ -48,7 +49,7 @@ def _forward(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
 
     with on(inputs.q.device):
         problem = Problem(inputs, cu_seqlens)
-        found = problem.corrections(keep_inverses=False)
+        found = problem.corrections()
         states, after = problem.scan_corrections(found, found.u)
         o, _ = problem.with_values(found.u).outputs(problem.split(states), normalize=False)
         return o, after
@@ -62,7 +63,7 @@ def _backward(
 
     with on(inputs.q.device):
         problem = Problem(inputs, cu_seqlens)
-        found = problem.corrections(keep_inverses=True)
+        found = problem.corrections()
         n = found.u.new_empty(found.u.shape)
         states, _ = problem.scan_corrections(found, n)
         grad, reader = OutputGradient(grad_o, grad_o.stride(), None), problem.with_values(n)

@@ -2,8 +2,8 @@
 # The bodies below are Triton's language, not Python: no type checker knows it.
 """Triton kernels of the gradients of the delta rule, by the phases of `triton.py`:
 
-5. `scan_back`: the gradients of the states and of N.
-7. `correction_gradients` and `key_gradients`: the gradients through the triangular system.
+6. `scan_back`: the gradients of the states and of N.
+8. `correction_gradients` and `key_gradients`: the gradients through the triangular system.
 
 Letters and layouts are those of `triton_kernels.py`. With X = (I + A)^-1, the right sides V' = diag(b) V and
 K' = diag(b e^L) K of the system have the gradients dV' = X^T dU and dK' = X^T dW, and
@@ -34,7 +34,7 @@ def scan_back(
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
     BM: tl.constexpr,
 ):  # fmt: skip
-    """5. From the last chunk: dN += diag(e^(L_C - L)) K dS', then dS = e^(L_C) dS' + dS'' - W^T dN.
+    """6. From the last chunk: dN += diag(e^(L_C - L)) K dS', then dS = e^(L_C) dS' + dS'' - W^T dN.
 
     dS'' is what the queries of the chunk add. Before the call, `d_states` holds dS'' of each slot. After the
     call, it holds dS', the gradient of the state after the chunk.
@@ -83,7 +83,7 @@ def correction_gradients(
     d_reads, dv, d_beta, length, chunks, cu_seqlens, owners, G, P,
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """7. dV and db of a chunk, and what A and K' add to the gradients of its gates, in `d_reads`.
+    """8. dV and db of a chunk, and what A and K' add to the gradients of its gates, in `d_reads`.
 
     In memory, dK' replaces W, and the gradient of K K^T replaces the inverse.
     """
@@ -147,7 +147,7 @@ def key_gradients(
     length, chunks, cu_seqlens, owners, G,
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """7. Gradients of a block of key features: through outputs and states (`dk_read`), A and K'."""
+    """8. Gradients of a block of key features: through outputs and states (`dk_read`), A and K'."""
     slot, g = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
     at = (row * length + tokens) * G + g

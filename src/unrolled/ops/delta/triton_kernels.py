@@ -2,8 +2,9 @@
 # The bodies below are Triton's language, not Python: no type checker knows it.
 """Triton kernels of the delta rule, beside those of linear attention, by the phases of `triton.py`:
 
-1. `corrections`: U and W of each chunk, by the inverse of its triangular system.
-2. `scan`: the states, and N = U - W S of each chunk.
+1. `inverses`: X = (I + A)^-1 of each chunk, where A is the strictly lower triangle of its system.
+2. `corrections`: U and W, the solutions of the systems.
+3. `scan`: the states, and N = U - W S of each chunk.
 
 The formulas and letters are those of `chunked.py`; R and M are the widths of keys and values. Layouts are
 those of `ops.linear.triton_kernels`. No two programs write to the same memory.
@@ -12,11 +13,12 @@ those of `ops.linear.triton_kernels`. No two programs write to the same memory.
 import triton
 import triton.language as tl
 
-from unrolled.ops.linear.triton_kernels import cumulated_gates, decay_between, inner_products
+from unrolled.ops.linear.triton_kernels import cumulated_gates, decay_between
 from unrolled.ops.triton.tiles import (
     UNSPECIALIZED,
     load_tile,
     place,
+    place_chunk,
     place_sequence,
     product,
     sequence_slots,
@@ -41,17 +43,78 @@ def inverse_of_unit_lower(a, C: tl.constexpr, LEVELS: tl.constexpr):
     return x
 
 
+@triton.jit
+def inverse_row(a, x, ROW: tl.constexpr, S: tl.constexpr, LEVELS: tl.constexpr):
+    """Return row i = ROW of the inverse X of a unit lower triangular matrix, in blocks of S tokens.
+
+    `a` is row i of the strictly lower triangle, and `x` holds the rows of X above, one after the other:
+
+        X_ii = (I + a_ii)^-1        X_ij = -X_ii sum_n a_in X_nj, over j <= n < i
+    """
+    on_diagonal = inverse_of_unit_lower(a[ROW], S, LEVELS)
+    blocks = ()
+    for j in tl.static_range(ROW):
+        total = tl.zeros([S, S], tl.float32)
+        for n in tl.static_range(j, ROW):
+            total = product(a[n], x[n * (n + 1) // 2 + j], total)
+        blocks = blocks + (-product(on_diagonal, total, tl.zeros([S, S], tl.float32)),)  # noqa: RUF005
+    return blocks + (on_diagonal,)  # noqa: RUF005
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def inverses(
+    k, k_strides, beta, beta_strides, log_decay, gate_strides, x, length, chunks, cu_seqlens, owners, G,
+    R: tl.constexpr, C: tl.constexpr, S: tl.constexpr, LEVELS: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """1. X = (I + A)^-1 of a chunk, in blocks of S tokens: one warp computes the products of such blocks."""
+    slot, g = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    _, row, begin, end = place_chunk(slot, length, chunks, cu_seqlens, owners, C)
+    k += row * k_strides[0] + g * k_strides[2]
+    beta += row * beta_strides[0] + g * beta_strides[2]
+    x += (slot * G + g).to(tl.int64) * (C * C)
+    N: tl.constexpr = C // S
+    i = tl.arange(0, S)
+    total = tl.zeros([], tl.float64)
+    gates = ()  # L of each block
+    found = ()
+    for to in tl.static_range(N):
+        tokens = begin + to * S + i
+        exists = tokens < end
+        rate = tl.load(beta + tokens.to(tl.int64) * beta_strides[1], mask=exists, other=0).to(tl.float32)
+        if log_decay is not None:
+            b, sum = cumulated_gates(log_decay, gate_strides, row, g, tokens, exists)
+            gates = gates + (total + b,)  # noqa: RUF005
+            total += sum
+        a = ()
+        for block in tl.static_range(to + 1):
+            earlier = begin + block * S + i
+            products = tl.zeros([S, S], tl.float32)
+            for first in range(0, R, BR):
+                r = first + tl.arange(0, BR)
+                k_rows = load_tile(k, tokens, k_strides[1], exists, r, k_strides[3], r < R)
+                k_columns = load_tile(k, r, k_strides[3], r < R, earlier, k_strides[1], earlier < end)
+                products = product(k_rows, k_columns, products)
+            products *= rate[:, None]
+            before = tokens[:, None] > earlier[None, :]
+            if log_decay is not None:
+                products *= decay_between(gates[to][:, None], gates[block][None, :], before)
+            else:
+                products = tl.where(before, products, 0.0)
+            a = a + (products,)  # noqa: RUF005
+        x_row = inverse_row(a, found, to, S, LEVELS)
+        found = found + x_row
+        for block in tl.static_range(N):
+            tile = x_row[block] if block <= to else tl.zeros([S, S], tl.float32)
+            store_tile(x, to * S + i, C, i < S, block * S + i, i < S, tile)
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def corrections(
-    k, k_strides, v, v_strides, beta, beta_strides, log_decay, gate_strides, u, w, inverses, to_end, through,
+    k, k_strides, v, v_strides, beta, beta_strides, log_decay, gate_strides, x, u, w, to_end, through,
     length, chunks, cu_seqlens, owners, G,
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
-    LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """1. [U, W] = (I + A)^-1 diag(b) [V, diag(e^L) K] of a chunk, and the inverse if it is asked for.
-
-    With gates, also e^(L_C - L) and e^(L_C), for `scan`.
-    """
+    """2. [U, W] = X diag(b) [V, diag(e^L) K] of a chunk; with gates, also e^(L_C - L) and e^(L_C)."""
     slot, g = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
     at = (row * length + tokens) * G + g
@@ -59,22 +122,15 @@ def corrections(
     k += row * k_strides[0] + g * k_strides[2]
     v += row * v_strides[0] + g * v_strides[2]
     i = tl.arange(0, C)
-    before = i[:, None] > i[None, :]
     rates = beta + row * beta_strides[0] + tokens.to(tl.int64) * beta_strides[1] + g * beta_strides[2]
     rate = tl.load(rates, mask=exists, other=0).to(tl.float32)
-    a = inner_products(k, k_strides, k, k_strides, tokens, exists, R, BR, C) * rate[:, None]
     key_rate = rate
     if log_decay is not None:
         b, total = cumulated_gates(log_decay, gate_strides, row, g, tokens, exists)
-        a *= decay_between(b[:, None], b[None, :], before)
         key_rate = rate * tl.exp(b.to(tl.float32))
         tl.store(to_end + at, tl.exp((total - b).to(tl.float32)), mask=exists)
         tl.store(through + index, tl.exp(total.to(tl.float32)))
-    else:
-        a = tl.where(before, a, 0.0)
-    inverse = inverse_of_unit_lower(a, C, LEVELS)
-    if inverses is not None:
-        store_tile(inverses + index * (C * C), i, C, i < C, i, i < C, inverse)
+    inverse = load_tile(x + index * (C * C), i, C, i < C, i, 1, i < C)
     of_values = inverse * rate[None, :]
     for first in range(0, M, BM):
         m = first + tl.arange(0, BM)
@@ -138,7 +194,7 @@ def scan(
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
     BM: tl.constexpr,
 ):  # fmt: skip
-    """2. From chunk to chunk: N = U - W S, and S' = e^(L_C) S + (diag(e^(L_C - L)) K)^T N, by columns of S.
+    """3. From chunk to chunk: N = U - W S, and S' = e^(L_C) S + (diag(e^(L_C - L)) K)^T N, by columns of S.
 
     Each slot keeps S, the state before its chunk, in the first R*M elements of R*M + R.
     """

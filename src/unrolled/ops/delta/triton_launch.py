@@ -12,17 +12,19 @@ from unrolled.ops.linear import chunked as linear
 from unrolled.ops.linear import triton_launch as linear_launch
 from unrolled.ops.triton.launch import block, blocks, launch, with_strides
 
+INVERTED = 16  # tokens of the blocks in which systems are inverted, the fewest that tensor cores multiply
+SYSTEM_BLOCK, SYSTEM_WARPS = 64, 4
 SCAN_WARPS, SCAN_ROWS = 4, 64  # the state of a scan is in registers, in tiles of 64 key features
 
 
 class Corrections(NamedTuple):
     """The solved systems of all chunks, in fp32."""
 
+    inverses: Tensor  # (I + A)^-1 [slots,G,C,C]
     u: Tensor  # [B,T,G,M]
     w: Tensor  # [B,T,G,R]
     to_end: Tensor | None  # e^(L_C - L) [B,T,G]
     through: Tensor | None  # e^(L_C) [slots,G]
-    inverses: Tensor | None  # (I + A)^-1 [slots,G,C,C]
 
 
 class Problem(linear_launch.Problem):
@@ -35,8 +37,15 @@ class Problem(linear_launch.Problem):
         options = linear.Options(cu_seqlens, causal=True, normalize=False)
         super().__init__(linear.Inputs(q, k, v, log_decay, None, None), options)
         self.beta, self.state = with_strides(beta), state
-        of_fp32 = linear_launch.config_for(linear_launch.CONFIGS, self.R, self.M)
-        self.of_systems = linear_launch.options_of(of_fp32, self.R, self.M)  # their solutions are fp32
+        self.of_systems = {
+            "R": self.R,
+            "M": self.M,
+            "C": self.chunk,
+            "BR": block(self.R, SYSTEM_BLOCK),
+            "BM": block(self.M, SYSTEM_BLOCK),
+            "num_warps": SYSTEM_WARPS,
+            "num_stages": 1,
+        }
         self.tensors = *self.k, *self.v, *self.beta, *self.gates
 
     def with_values(self, n: Tensor) -> "Problem":
@@ -45,21 +54,22 @@ class Problem(linear_launch.Problem):
         other.v = with_strides(n)
         return other
 
-    def corrections(self, *, keep_inverses: bool) -> Corrections:
+    def corrections(self) -> Corrections:
         """Solve the triangular systems."""
         tokens, gated, C = (self.B, self.T, self.G), self.gates[0] is not None, self.chunk
         found = Corrections(
+            self._scratch(self.keys.n, self.G, C, C),
             self._scratch(*tokens, self.M),
             self._scratch(*tokens, self.R),
             self._scratch(*tokens) if gated else None,
             self._scratch(self.keys.n, self.G) if gated else None,
-            self._scratch(self.keys.n, self.G, C, C) if keep_inverses else None,
         )
-        u, w, to_end, through, inverses = found
-        arguments = (*self.tensors, u, w, inverses, to_end, through, *self.keys[1:], self.G)
-        levels = C.bit_length() - 1
-        options = self.of_systems | {"num_stages": 1}
-        launch(kernels.corrections, (self.keys.n, self.G), *arguments, **options, LEVELS=levels)
+        grid, slots = (self.keys.n, self.G), (*self.keys[1:], self.G)
+        systems = *self.k, *self.beta, *self.gates, found.inverses
+        sizes = {"R": self.R, "C": C, "BR": self.of_systems["BR"], "S": INVERTED}
+        levels = INVERTED.bit_length() - 1
+        launch(kernels.inverses, grid, *systems, *slots, **sizes, LEVELS=levels, num_warps=1, num_stages=1)
+        launch(kernels.corrections, grid, *self.tensors, *found, *slots, **self.of_systems)
         return found
 
     def scan_corrections(self, found: Corrections, n: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,7 +78,7 @@ class Problem(linear_launch.Problem):
         states[..., self.R * self.M :] = 0  # linear attention's sum of keys, which the delta rule lacks
         after = self.state.new_empty(self.state.shape)
         tensors = (found.w, found.u, n, found.to_end, found.through, *with_strides(self.state))
-        self._walk(kernels.scan, *tensors, states, after)
+        self._walk(kernels.scan, *tensors, states, after, columns=16, stages=3)
         return states, after
 
     def scan_back(
@@ -81,13 +91,13 @@ class Problem(linear_launch.Problem):
         """
         d_first = self.state.new_empty(self.state.shape)
         tensors = (found.w, d_n, found.to_end, found.through, *with_strides(last))
-        self._walk(backward_kernels.scan_back, *tensors, d_states, d_first)
+        self._walk(backward_kernels.scan_back, *tensors, d_states, d_first, columns=32, stages=2)
         return d_states, d_first
 
-    def _walk(self, kernel: object, *tensors: object) -> None:
+    def _walk(self, kernel: object, *tensors: object, columns: int, stages: int) -> None:
         rows = block(self.R, SCAN_ROWS)
         tiles = blocks(self.R, rows)
-        BM = block(self.M, 32 if tiles <= 2 else 16)
+        BM = block(self.M, columns if tiles <= 2 else 16)
         sizes = {"R": self.R, "M": self.M, "C": self.chunk, "ROWS": rows, "TILES": tiles, "BM": BM}
         _, length, chunks, cu_seqlens, _ = self.keys
         launch(
@@ -96,7 +106,7 @@ class Problem(linear_launch.Problem):
             *(*self.k, *tensors, length, chunks, cu_seqlens, self.G),
             **sizes,
             num_warps=SCAN_WARPS,
-            num_stages=2 if tiles == 1 else 1,
+            num_stages=stages if tiles == 1 else 1,
         )
 
     def correction_gradients(

@@ -31,7 +31,7 @@ CONFIGS = (
 )
 CONFIGS_OF_FP32_VALUES = (  # with queries and keys of 16 bits
     CONFIGS[0],
-    Config(width=64, chunk=64, block=64, columns=64, inner=32, warps=8, sum_warps=4, stages=2),
+    Config(width=64, chunk=64, block=64, columns=64, inner=64, warps=4, sum_warps=4, stages=1),
     Config(width=256, chunk=64, block=64, columns=128, inner=32, warps=8, sum_warps=4, stages=2),
 )
 CONFIGS_OF_16_BITS = (

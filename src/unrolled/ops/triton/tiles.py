@@ -21,18 +21,26 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 @triton.jit
 def place(slot, length, chunks, cu_seqlens, owners, C: tl.constexpr):
     """Return the sequence of a slot, its row in memory, the C tokens of the slot, and which of them exist."""
+    sequence, row, first, end = place_chunk(slot, length, chunks, cu_seqlens, owners, C)
+    tokens = first + tl.arange(0, C)
+    return sequence, row, tokens, tokens < end
+
+
+@triton.jit
+def place_chunk(slot, length, chunks, cu_seqlens, owners, C: tl.constexpr):
+    """Return the sequence of a slot, its row in memory, its first token, and the end of the sequence."""
     if cu_seqlens is not None:
         sequence = tl.load(owners + slot)
         begin = tl.load(cu_seqlens + sequence)
         end = tl.minimum(tl.load(cu_seqlens + sequence + 1), length)
-        tokens = begin + (slot - begin // C - sequence) * C + tl.arange(0, C)
+        first = begin + (slot - begin // C - sequence) * C
         row = tl.zeros([], tl.int64)
     else:
         sequence = slot // chunks
-        tokens = slot % chunks * C + tl.arange(0, C)
+        first = slot % chunks * C
         end = length
         row = sequence.to(tl.int64)
-    return sequence, row, tokens, tokens < end
+    return sequence, row, first, end
 
 
 @triton.jit
