@@ -11,6 +11,7 @@ from small_models import FIELDS, arguments, small_model
 from unrolled import attention, recurrent
 from unrolled.cli import recipes
 from unrolled.generation import generate
+from unrolled.generation.cuda_graph import Step
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops.state import leaves
 from unrolled.testing import CellMaker, Maker
@@ -120,6 +121,36 @@ def test_models_of_recipes_generate_what_they_do_on_the_cpu(name):
     expected = generate(model, prompts, 12, temperature=0)
     found = generate(model.to("cuda"), prompts.to("cuda"), 12, temperature=0)
     assert [x.tolist() for x in found] == [x.tolist() for x in expected]
+
+
+def constant_states():
+    """Mechanisms whose states keep their size, with the positions that all of them can use."""
+    for name in attention.names():
+        supports = attention.load(name).supports
+        if supports.causal and supports.recurrence == "constant":
+            yield from ((name, positions) for positions in ("none", "learned"))
+
+
+@pytest.mark.parametrize(("name", "positions"), constant_states())
+def test_generation_from_a_graph_draws_what_launched_steps_draw(name, positions, monkeypatch):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "d_model": 64, "n_layers": 2, "n_heads": 2, "max_length": 64}
+    model = Decoder(DecoderConfig(attention=name, positions=positions, **sizes)).cuda().double()
+    recorded = []
+    monkeypatch.setattr(Step, "_begin", lambda *given, begin=Step._begin: recorded.append(1) or begin(*given))
+    asked = {"stop": [7, [3]], "num_samples": 2, "top_k": 20, "repetition_penalty": 1.2, "seed": 1}
+
+    def drawn():
+        return [x.tolist() for x in generate(model, torch.randint(50, (3, 9)), 30, **asked)]
+
+    torch.manual_seed(1)
+    found = drawn()
+    assert len(recorded) > 1  # anew for fewer rows
+    recorded.clear()
+    model.register_forward_hook(lambda *_: None)  # such a model is not recorded
+    torch.manual_seed(1)
+    assert drawn() == found
+    assert not recorded
 
 
 @pytest.mark.parametrize("name", ["classic", "best-lm"])

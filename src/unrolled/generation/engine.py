@@ -10,11 +10,13 @@ from unrolled.decode import Plan, plan, unasked
 from unrolled.decode.packing import Weights
 from unrolled.decode.request import OnToken, Prompts, Request, Sampling, Stop
 from unrolled.generation import sampling
+from unrolled.generation.cuda_graph import Step, recordable
 from unrolled.models.mode import drawing_mode
 from unrolled.ops.sequence import refuse
 from unrolled.ops.state import leaves, select
 
 PLANNED_TOKENS = 32  # with fewer, packing the weights takes longer than it saves
+RECORDED_TOKENS = 8  # with fewer, recording a CUDA graph takes longer than it saves
 
 
 def generate(
@@ -43,6 +45,9 @@ def generate(
 
     On a CPU, a plan runs the model if `unrolled.decode.plan` supports it. The plan is made for this call and
     takes as much memory as the weights. To make it only once, keep a plan and call `plan.generate`.
+
+    On CUDA, steps are replayed from a CUDA graph if the state has a constant size, unless the model has hooks
+    or runs under autocast.
 
     Args:
         model: a `Decoder`, or anything with `init_state`, `prefill`, `step` and `config.vocab_size`; or a
@@ -115,22 +120,38 @@ def run(model: Recurrent, request: Request, on_token: OnToken | None = None) -> 
         ended = ended or any(rows[row][-len(ids) :] == ids for ids in request.stops)
         return not ended and len(rows[row]) < request.limit
 
+    def draws() -> Tensor:
+        """Return the next random number of each row of the batch."""
+        return torch.tensor(
+            [sampling.uniform(keys[row], len(rows[row])) for row in batch], dtype=torch.float64
+        )
+
+    def advance(tokens: Tensor, draws: Tensor, seen: Tensor, state: Any) -> tuple[Tensor, Any]:
+        tokens = tokens.clamp(max=seen.shape[1] - 1)  # rows that have ended may have drawn no token
+        seen.scatter_(1, tokens.unsqueeze(1), True)
+        logits, state = model.step(tokens, state)
+        return sampling.draw(filtered(logits, seen, request.sampling), draws), state
+
     with drawing_mode(model):
         logits, seen, state = _prefill(model, request.prompts, request.num_samples)
-        active = list(range(len(rows)))  # unfinished rows, in batch order
+        long_enough = request.limit >= RECORDED_TOKENS
+        step = Step(advance, record=long_enough and recordable(model, logits.device))
+        batch = list(range(len(rows)))  # rows of the batch, in order
+        active = set(batch)  # unfinished rows
+        tokens = sampling.draw(filtered(logits, seen, request.sampling), draws())
         while True:
-            draws = [sampling.uniform(keys[row], len(rows[row])) for row in active]
-            tokens = sampling.sample(filtered(logits, seen, request.sampling), draws)
-            sampled = enumerate(zip(active, tokens.tolist(), strict=True))
-            going = [index for index, (row, token) in sampled if goes_on(row, token)]
-            if not going:
+            for index, (row, token) in enumerate(zip(batch, tokens.tolist(), strict=True)):
+                if row in active:
+                    sampling.check_drawn(index, token, logits.shape[-1])
+                    if not goes_on(row, token):
+                        active.remove(row)
+            if not active:
                 break
-            seen.scatter_(1, tokens.unsqueeze(1), True)
-            if len(going) < len(active):
-                kept = torch.tensor(going, device=tokens.device)
+            if step.drops_rows(len(batch) - len(active), len(batch)):
+                kept = torch.tensor([i for i, row in enumerate(batch) if row in active], device=tokens.device)
                 tokens, seen, state = tokens[kept], seen[kept], select(state, kept)
-                active = [active[index] for index in going]
-            logits, state = model.step(tokens, state)
+                batch = [row for row in batch if row in active]
+            tokens, state = step(tokens, draws(), seen, state)
     return [torch.tensor(row, dtype=torch.long) for row in rows]
 
 

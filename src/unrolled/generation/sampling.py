@@ -122,14 +122,29 @@ def sample(logits: Tensor, draws: Sequence[float]) -> Tensor:
     _check_logits(logits)
     if len(draws) != logits.shape[0]:
         raise ValueError(f"draws has {len(draws)}, but must have one per row of logits {tuple(logits.shape)}")
+    tokens = draw(logits, torch.tensor(draws, dtype=torch.float64))
+    for row, token in enumerate(tokens.tolist()):
+        check_drawn(row, token, logits.shape[-1])
+    return tokens
+
+
+def draw(logits: Tensor, draws: Tensor) -> Tensor:
+    """Sample as `sample` does, with fp64 draws [N]; the token of a row without a distribution is V.
+
+    Nothing is read on the CPU, so that a CUDA graph can hold this function; see `check_drawn`.
+    """
     cumulative = logits.double().softmax(-1).cumsum(-1)
     total = cumulative[..., -1:]
-    if total.isnan().any():
-        row = int(total.squeeze(-1).isnan().nonzero()[0])
-        raise ValueError(f"logits of row {row} hold NaN, +inf or only -inf, but must define a distribution")
-    threshold = total * torch.tensor(draws, dtype=torch.float64, device=logits.device).unsqueeze(-1)
+    threshold = total * draws.to(logits.device).unsqueeze(-1)
     # The first token whose cumulative mass is above the threshold: never one of probability 0.
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+    tokens = torch.searchsorted(cumulative, threshold, right=True)
+    return tokens.masked_fill(total.isnan(), logits.shape[-1]).squeeze(-1)
+
+
+def check_drawn(row: int, token: int, vocab_size: int) -> None:
+    """Raise ValueError if `draw` found no distribution in a row."""
+    if token == vocab_size:
+        raise ValueError(f"logits of row {row} hold NaN, +inf or only -inf, but must define a distribution")
 
 
 def _check_logits(logits: Tensor) -> None:

@@ -1,0 +1,93 @@
+"""Steps of a generator on CUDA: recorded as a CUDA graph, and replayed.
+
+A step has many small kernels, and Python needs more time to launch them than a GPU to run them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unrolled.ops.checks import changed
+from unrolled.ops.state import leaves, map_tensors
+
+Advance = Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Any]]
+"""From the last tokens `[N]`, random numbers `[N]`, the tokens seen and a state: the next tokens and state.
+
+It may modify the tokens seen, and nothing else.
+"""
+
+Memory = tuple[Tensor, Tensor, Tensor, Any]
+"""The arguments of an `Advance`."""
+
+
+def recordable(model: object, device: torch.device) -> bool:
+    """Whether a graph does what the steps of a model do: not if they may run code of the user's.
+
+    Such code may read results on the CPU, which a graph cannot hold, and after a recording that failed torch
+    cannot draw random numbers any more.
+    """
+    if device.type != "cuda" or not isinstance(model, nn.Module) or changed(model.modules()):
+        return False
+    known = (type(x).__module__.partition(".")[0] in ("torch", "unrolled") for x in model.modules())
+    return all(known) and not torch.is_autocast_enabled("cuda")  # which keeps weights that it has converted
+
+
+class Step:
+    """A function that is called step by step, and replayed from a graph where `record` allows it.
+
+    A graph reads and writes fixed memory. So it is recorded after a step that left the sizes of the state as
+    they were, and dropped when the caller brings another state.
+    """
+
+    def __init__(self, advance: Advance, *, record: bool):
+        self._advance, self._record = advance, record
+        self._steady: object = None  # sizes of a state that a step has kept
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._memory: Memory | None = None  # what the graph reads and writes
+
+    def __call__(self, tokens: Tensor, draws: Tensor, seen: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Call the function. The tokens and the state that it returns change in the next call."""
+        if self._memory is None or state is not self._memory[3]:
+            self._graph = self._memory = None
+            if self._record and self._steady == _sizes(state):
+                self._begin(tokens, draws, seen, state)
+        if self._graph is None or self._memory is None:
+            tokens, after = self._advance(tokens, draws, seen, state)
+            self._steady = sizes if (sizes := _sizes(after)) == _sizes(state) else None
+            return tokens, after
+        self._memory[0].copy_(tokens)
+        self._memory[1].copy_(draws)
+        self._graph.replay()
+        return self._memory[0], self._memory[3]
+
+    def drops_rows(self, ended: int, rows: int) -> bool:
+        """Whether rows that have ended should be left out: for a graph only if they are half of all rows."""
+        return ended > 0 if self._graph is None else 2 * ended >= rows
+
+    def _advance_in_place(self, memory: Memory) -> None:
+        tokens, after = self._advance(*memory)
+        memory[0].copy_(tokens)
+        _overwrite(memory[3], after)
+
+    def _begin(self, tokens: Tensor, draws: Tensor, seen: Tensor, state: Any) -> None:
+        """Record the function with memory of its own."""
+        memory = tokens.clone(), draws.to(tokens.device, copy=True), seen, map_tensors(Tensor.clone, state)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(tokens.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._advance_in_place(memory)
+        self._graph, self._memory = graph, memory
+
+
+def _sizes(state: Any) -> object:
+    return [(x.shape, x.dtype, x.device) for x in leaves(state).values()]
+
+
+def _overwrite(state: Any, after: Any) -> None:
+    """Copy a state over another one, of which it may hold parts."""
+    old = leaves(state).values()
+    memory = {x.untyped_storage().data_ptr() for x in old}
+    new = [x.clone() if x.untyped_storage().data_ptr() in memory else x for x in leaves(after).values()]
+    for to, x in zip(old, new, strict=True):
+        to.copy_(x)
