@@ -2,8 +2,8 @@
 
     python benchmarks/cuda_graph.py
 
-The last column is the time per token of `generate`, which replays steps: 128 tokens after 16, drawn from the 50
-most likely ones. The models are not trained. Each time is the median of five.
+The last column is the time per token of `generate`, which replays steps: 128 tokens after 16, drawn from the
+50 most likely ones. The models are not trained. Each time is the median of five.
 """
 
 import time

@@ -125,10 +125,9 @@ def test_models_of_recipes_generate_what_they_do_on_the_cpu(name):
 
 def constant_states():
     """Mechanisms whose states keep their size, with the positions that all of them can use."""
-    for name in attention.names():
-        supports = attention.load(name).supports
-        if supports.causal and supports.recurrence == "constant":
-            yield from ((name, positions) for positions in ("none", "learned"))
+    found = {name: attention.load(name).supports for name in attention.names()}
+    names = [name for name, x in found.items() if x.causal and x.recurrence == "constant"]
+    return [(name, positions) for name in names for positions in ("none", "learned")]
 
 
 @pytest.mark.parametrize(("name", "positions"), constant_states())

@@ -3,6 +3,7 @@
 from copy import copy
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from unrolled.ops.delta import triton_backward as backward_kernels
@@ -10,10 +11,20 @@ from unrolled.ops.delta import triton_kernels as kernels
 from unrolled.ops.delta.chunked import Inputs
 from unrolled.ops.linear import chunked as linear
 from unrolled.ops.linear import triton_launch as linear_launch
+from unrolled.ops.linear.triton_launch import Config
 from unrolled.ops.triton.launch import block, blocks, launch, with_strides
 
 INVERTED = 16  # tokens of the blocks in which systems are inverted, the fewest that tensor cores multiply
-SYSTEM_BLOCK, SYSTEM_WARPS = 64, 4
+CONFIGS_OF_16_BITS = (  # queries and keys of 16 bits, and values of fp32
+    linear_launch.CONFIGS[0],
+    Config(width=64, chunk=64, block=64, columns=64, inner=32, warps=8, sum_warps=4, stages=2),
+    linear_launch.CONFIGS_OF_16_BITS[-1],
+)
+CONFIGS_OF_16_BITS_FROM_MEMORY = (
+    linear_launch.CONFIGS[0],
+    Config(width=64, chunk=64, block=64, columns=64, inner=64, warps=4, sum_warps=4, stages=1),
+    linear_launch.CONFIGS_OF_16_BITS[-1],
+)
 SCAN_WARPS, SCAN_ROWS = 4, 64  # the state of a scan is in registers, in tiles of 64 key features
 
 
@@ -30,23 +41,20 @@ class Corrections(NamedTuple):
 class Problem(linear_launch.Problem):
     """Gated linear attention whose values are the corrections N, and the launches that compute N."""
 
-    configs_of_16_bits = linear_launch.CONFIGS_OF_FP32_VALUES
-
     def __init__(self, inputs: Inputs, cu_seqlens: Tensor | None):
         q, k, v, beta, log_decay, state = inputs
         options = linear.Options(cu_seqlens, causal=True, normalize=False)
         super().__init__(linear.Inputs(q, k, v, log_decay, None, None), options)
         self.beta, self.state = with_strides(beta), state
-        self.of_systems = {
-            "R": self.R,
-            "M": self.M,
-            "C": self.chunk,
-            "BR": block(self.R, SYSTEM_BLOCK),
-            "BM": block(self.M, SYSTEM_BLOCK),
-            "num_warps": SYSTEM_WARPS,
-            "num_stages": 1,
-        }
+        configs = linear_launch.CONFIGS_FROM_MEMORY if self.from_memory else linear_launch.CONFIGS
+        config = linear_launch.config_for(configs, self.R, self.M)._replace(stages=1)
+        self.of_systems = linear_launch.options_of(config, self.R, self.M)
         self.tensors = *self.k, *self.v, *self.beta, *self.gates
+
+    def _configs(self) -> tuple[Config, ...]:
+        if self.inputs.q.dtype == torch.float32:
+            return super()._configs()
+        return CONFIGS_OF_16_BITS_FROM_MEMORY if self.from_memory else CONFIGS_OF_16_BITS
 
     def with_values(self, n: Tensor) -> "Problem":
         """Return the problem of linear attention with these values."""
@@ -78,7 +86,8 @@ class Problem(linear_launch.Problem):
         states[..., self.R * self.M :] = 0  # linear attention's sum of keys, which the delta rule lacks
         after = self.state.new_empty(self.state.shape)
         tensors = (found.w, found.u, n, found.to_end, found.through, *with_strides(self.state))
-        self._walk(kernels.scan, *tensors, states, after, columns=16, stages=3)
+        sizes = {"columns": 16, "stages": 3} if self.from_memory else {"columns": 32, "stages": 2}
+        self._walk(kernels.scan, *tensors, states, after, **sizes)
         return states, after
 
     def scan_back(

@@ -8,7 +8,7 @@ from torch import Tensor
 from unrolled.ops.linear import triton_backward as backward_kernels
 from unrolled.ops.linear import triton_kernels as kernels
 from unrolled.ops.linear.chunked import Inputs, Options, Token
-from unrolled.ops.triton.launch import Slots, block, blocks, launch, with_strides
+from unrolled.ops.triton.launch import Slots, block, blocks, launch, multiplies_from_memory, with_strides
 
 
 class Config(NamedTuple):
@@ -29,15 +29,14 @@ CONFIGS = (
     Config(width=64, chunk=64, block=32, columns=32, inner=32, warps=8, sum_warps=8, stages=1),
     Config(width=256, chunk=64, block=32, columns=32, inner=32, warps=8, sum_warps=8, stages=2),
 )
-CONFIGS_OF_FP32_VALUES = (  # with queries and keys of 16 bits
+CONFIGS_FROM_MEMORY = (  # see `multiplies_from_memory`; on other GPUs, registers are too few for these
     CONFIGS[0],
-    Config(width=64, chunk=64, block=64, columns=64, inner=64, warps=4, sum_warps=4, stages=1),
-    Config(width=256, chunk=64, block=64, columns=128, inner=32, warps=8, sum_warps=4, stages=2),
+    Config(width=256, chunk=64, block=64, columns=64, inner=64, warps=4, sum_warps=4, stages=1),
 )
 CONFIGS_OF_16_BITS = (
     CONFIGS[0],
     Config(width=64, chunk=64, block=64, columns=64, inner=64, warps=4, sum_warps=4, stages=2),
-    CONFIGS_OF_FP32_VALUES[2],
+    Config(width=256, chunk=64, block=64, columns=128, inner=32, warps=8, sum_warps=4, stages=2),
 )
 SCAN_BLOCK, SCAN_WARPS, SCAN_STAGES = 256, 2, 4
 STEP_BLOCK_R, STEP_BLOCK_M = 32, 32  # small, since the few heads of one token must fill a GPU
@@ -67,15 +66,13 @@ class OutputGradient(NamedTuple):
 class Problem:
     """One call's inputs, sizes and blocks; each method allocates what its kernel fills."""
 
-    configs_of_16_bits = CONFIGS_OF_16_BITS
-
     def __init__(self, inputs: Inputs, options: Options):
         cu_seqlens, causal = options.cu_seqlens, options.causal
         (B, T, H, R), (_, S, G, M) = inputs.q.shape, inputs.v.shape
         self.inputs, self.causal = inputs, causal
         self.B, self.T, self.H, self.G, self.P, self.R, self.M = B, T, H, G, H // G, R, M
-        configs = CONFIGS if inputs.q.dtype == torch.float32 else self.configs_of_16_bits
-        config = config_for(configs, R, M)
+        self.from_memory = multiplies_from_memory(inputs.q.device)
+        config = config_for(self._configs(), R, M)
         self.keys = Slots.cut(B, S, cu_seqlens, config.chunk)
         self.queries = self.keys if T == S else Slots.cut(B, T, cu_seqlens, config.chunk)
         self.sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -86,6 +83,11 @@ class Problem:
         self.of_values = {"BR": block(R, config.inner), "BM": block(M, config.columns)}
         self.q, self.k, self.v, self.gates = (with_strides(x) for x in inputs[:4])
         self.chunk = config.chunk
+
+    def _configs(self) -> tuple[Config, ...]:
+        if self.inputs.q.dtype != torch.float32:
+            return CONFIGS_OF_16_BITS
+        return CONFIGS_FROM_MEMORY if self.from_memory else CONFIGS
 
     def key_sums(self) -> tuple[Tensor, Tensor | None]:
         """What each chunk of keys adds to the state `[slots, G, R*M + R]`, and exp(b_C) `[slots, G]`."""
