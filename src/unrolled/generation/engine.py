@@ -47,7 +47,7 @@ def generate(
     takes as much memory as the weights. To make it only once, keep a plan and call `plan.generate`.
 
     On CUDA, steps are replayed from a CUDA graph if the state has a constant size, unless the model has hooks
-    or runs under autocast.
+    or parts from outside this library, or runs under autocast.
 
     Args:
         model: a `Decoder`, or anything with `init_state`, `prefill`, `step` and `config.vocab_size`; or a
