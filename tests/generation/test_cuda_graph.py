@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.generation import cuda_graph, engine, generate
-from unrolled.generation.cuda_graph import Step, recordable
+from unrolled.generation.cuda_graph import Memory, Step, recordable
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops.state import map_tensors
 
@@ -22,7 +22,7 @@ def replays(monkeypatch):
     rows = []
 
     def begin(self, tokens, draws, seen, state):
-        memory = tokens.clone(), draws.clone(), seen, map_tensors(Tensor.clone, state)
+        memory = Memory(tokens.clone(), draws.clone(), seen, map_tensors(Tensor.clone, state))
 
         def replay():
             rows.append(len(tokens))

@@ -4,7 +4,7 @@ A step has many small kernels, and Python needs more time to launch them than a 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,14 @@ Advance = Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Any]]
 It may modify the tokens seen, and nothing else.
 """
 
-Memory = tuple[Tensor, Tensor, Tensor, Any]
-"""The arguments of an `Advance`."""
+
+class Memory(NamedTuple):
+    """The arguments of an `Advance`, which a graph reads and writes."""
+
+    tokens: Tensor
+    draws: Tensor
+    seen: Tensor
+    state: Any
 
 
 def recordable(model: object, device: torch.device) -> bool:
@@ -45,11 +51,11 @@ class Step:
         self._advance, self._record = advance, record
         self._steady: object = None  # sizes of a state that a step has kept
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._memory: Memory | None = None  # what the graph reads and writes
+        self._memory: Memory | None = None  # of the graph
 
     def __call__(self, tokens: Tensor, draws: Tensor, seen: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Call the function. The tokens and the state that it returns change in the next call."""
-        if self._memory is None or state is not self._memory[3]:
+        if self._memory is None or state is not self._memory.state:
             self._graph = self._memory = None
             if self._record and self._steady == _sizes(state):
                 self._begin(tokens, draws, seen, state)
@@ -57,10 +63,10 @@ class Step:
             tokens, after = self._advance(tokens, draws, seen, state)
             self._steady = sizes if (sizes := _sizes(after)) == _sizes(state) else None
             return tokens, after
-        self._memory[0].copy_(tokens)
-        self._memory[1].copy_(draws)
+        self._memory.tokens.copy_(tokens)
+        self._memory.draws.copy_(draws)
         self._graph.replay()
-        return self._memory[0], self._memory[3]
+        return self._memory.tokens, self._memory.state
 
     def drops_rows(self, ended: int, rows: int) -> bool:
         """Whether rows that have ended should be left out: for a graph only if they are half of all rows."""
@@ -68,12 +74,13 @@ class Step:
 
     def _advance_in_place(self, memory: Memory) -> None:
         tokens, after = self._advance(*memory)
-        memory[0].copy_(tokens)
-        _overwrite(memory[3], after)
+        memory.tokens.copy_(tokens)
+        _overwrite(memory.state, after)
 
     def _begin(self, tokens: Tensor, draws: Tensor, seen: Tensor, state: Any) -> None:
         """Record the function with memory of its own."""
-        memory = tokens.clone(), draws.to(tokens.device, copy=True), seen, map_tensors(Tensor.clone, state)
+        draws = draws.to(tokens.device, copy=True)
+        memory = Memory(tokens.clone(), draws, seen, map_tensors(Tensor.clone, state))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(tokens.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._advance_in_place(memory)
