@@ -12,6 +12,7 @@ from unrolled.ops import native as kernels
 from unrolled.ops import processor
 from unrolled.ops import state as states
 from unrolled.ops.dispatch import prefer
+from unrolled.ops.processor import has_matrix_unit
 from unrolled.ops.softmax import empty_cache, softmax_attention, softmax_prefill, softmax_step
 from unrolled.ops.softmax.cache import RECENT
 from unrolled.ops.window import native
@@ -156,8 +157,10 @@ def test_the_native_kernels_agree_with_the_definition(dtype, causal, masks):
         options["cu_seqlens"] = torch.tensor([0, 4, 4, 13], dtype=torch.int32)
     narrow = [x.detach().to(dtype).requires_grad_() for x in exact]
     rounded = [x.detach().double().requires_grad_() for x in narrow]
-    found, expected = softmax_attention(*narrow, **options), softmax_attention(*rounded, **options)
-    assert torch.equal(found, softmax_attention(*narrow, backend="native", **options))
+    found = softmax_attention(*narrow, backend="native", **options)
+    expected = softmax_attention(*rounded, **options)
+    if dtype == torch.float32 or not has_matrix_unit():  # the kernels are chosen
+        assert torch.equal(found, softmax_attention(*narrow, **options))
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     near = {"rtol": tolerance, "atol": tolerance, "check_dtype": False}
     torch.testing.assert_close(found, expected, **near)
