@@ -61,7 +61,8 @@ class Step:
                 self._begin(tokens, draws, seen, state)
         if self._graph is None or self._memory is None:
             tokens, after = self._advance(tokens, draws, seen, state)
-            self._steady = sizes if (sizes := _sizes(after)) == _sizes(state) else None
+            if self._record:
+                self._steady = sizes if (sizes := _sizes(after)) == _sizes(state) else None
             return tokens, after
         self._memory.tokens.copy_(tokens)
         self._memory.draws.copy_(draws)
