@@ -6,16 +6,16 @@ from unrolled import experiments
 from unrolled.bench.report import table
 from unrolled.cli._experiment_report import EVALUATED, TRIED, in_figures
 from unrolled.cli._experiments import load
-from unrolled.experiments import Experiment
+from unrolled.experiments import Experiment, Figures
 
 HELD = {True: "held", False: "**not held**", None: "not known yet"}
 TEXT = """\
 # Which claims hold
 
 This page has the results of [`unrolled reproduce NAME --scale full`](reproduce.md). Expectations are
-written down before the runs, and never changed to fit the results. All models are small and trained on one
-core of a CPU. So the results show whether a claim holds at this size, not whether it holds at the sizes in
-the sources. Losses are in nats, with standard errors over the seeds.
+written down before the runs, and never changed to fit the results. All models are small, and most were
+trained on one core of a CPU. So the results show whether a claim holds at this size, not whether it holds
+at the sizes in the sources. Losses are in nats, with standard errors over the seeds.
 """
 
 
@@ -47,12 +47,8 @@ def _section(experiment: Experiment, results: dict[str, Any] | None) -> str:
     if results is None:
         parts.append("Not run at the scale `full` yet.\n")
     else:
-        processors = {x.get("processor", results["machine"]["processor"]) for x in results["runs"].values()}
-        parts += [
-            table(**results["table"]),
-            "",
-            f"On one core of {', '.join(sorted(processors))}.\n",
-        ]
+        places = {_place(figures, results["machine"]["processor"]) for figures in results["runs"].values()}
+        parts += [table(**results["table"]), "", f"On {' and '.join(sorted(places))}.\n"]
         for name, title in (("evaluated", EVALUATED), ("tried", TRIED)):
             if name in results:
                 parts += [f"{title}\n", table(**results[name]), ""]
@@ -66,3 +62,9 @@ def _section(experiment: Experiment, results: dict[str, Any] | None) -> str:
     if experiment.finding:
         parts.append(f"{experiment.finding}\n")
     return "\n".join(parts)
+
+
+def _place(figures: Figures, processor: str) -> str:
+    """Name what a run was trained on; older results name only the processor of the last run."""
+    name = figures.get("processor", processor)
+    return name if figures.get("device", "cpu") != "cpu" else f"one core of {name}"

@@ -152,7 +152,8 @@ def _measured(
         "evaluations": evaluations,
         "curve": _curve(run_dir),
         "date": time.strftime("%Y-%m-%d %H:%M:%S%z"),
-        "processor": processor(),
+        "device": device.type,
+        "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
         **known_by,
     }
     write_file(run_dir / FIGURES, f"{json.dumps(figures, indent=1)}\n")
