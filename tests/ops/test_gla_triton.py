@@ -126,6 +126,5 @@ gla_triton.backward(q, inputs.state, inputs, None)
 def test_it_compiles_for_a_gpu_that_is_not_there(tmp_path, capability, dtype, width):
     found = gpu_compiler.needs(COMPILE.format(dtype=dtype, width=width), capability, tmp_path)
     assert len(found) == 7
-    gpu_compiler.assert_fits(
-        found, spilled=1100
-    )  # of `feature_gradients` with two query heads for a key head
+    # `feature_gradients` spills them, with two query heads for a key head
+    gpu_compiler.assert_fits(found, spilled=640)

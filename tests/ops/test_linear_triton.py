@@ -352,7 +352,13 @@ linear_triton.step(Token(q[:, 0], k[:, 0], v[:, 0], kv, k_sum, log_decay[:, 0]),
 
 @pytest.mark.parametrize(
     ("capability", "dtype", "width", "spilled"),
-    [(80, "float32", 256, 320), (90, "float32", 64, 320), (90, "bfloat16", 64, 0), (100, "float16", 128, 0)],
+    [
+        (80, "float32", 256, 320),
+        (90, "float32", 64, 320),
+        (90, "bfloat16", 64, 0),
+        (90, "bfloat16", 128, 48),
+        (100, "float16", 128, 256),
+    ],
 )
 def test_it_compiles_for_a_gpu_that_is_not_there(tmp_path, capability, dtype, width, spilled):
     found = gpu_compiler.needs(COMPILE.format(dtype=dtype, width=width), capability, tmp_path)

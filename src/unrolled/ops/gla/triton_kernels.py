@@ -10,6 +10,13 @@ The formulas and letters are those of `chunked.py`. The logarithms of products o
 product of two matrices: zeros and ones that choose the gates, and the logarithms of the gates. All terms have
 one sign, so no digits are lost. The logarithm of a gate of 0 counts as -10,000, so each product with such a
 gate is exactly 0.
+
+The zeros and ones are loaded, since computing them would fill the registers: `triton_launch.Squares` explains
+`chosen`, and `parted` of the gradients.
+
+A cut at level l is in the middle of a block of 2^(l + 1) tokens. It separates each token of the right half,
+as a query, from each token of the left half, as a key. One factor per token is enough: the product of the
+gates between the token and the cut, F in the right half and E in the left half.
 """
 
 import triton
@@ -36,30 +43,21 @@ def load_gates(log_decay, strides, row, head, tokens, exists, r, R: tl.constexpr
 
 
 @triton.jit
-def up_to(level, C: tl.constexpr):
-    """[i, t] = 1 where t <= i, both in the same block of 2^level tokens."""
+def load_square(squares, number, C: tl.constexpr):
+    """Return one matrix of `chosen` or `parted`, [C, C]."""
     i = tl.arange(0, C)
-    chosen = ((i[:, None] >> level) == (i[None, :] >> level)) & (i[None, :] <= i[:, None])
-    return tl.where(chosen, 1.0, 0.0).to(tl.bfloat16)
+    return tl.load(squares + number * C * C + i[:, None] * C + i[None, :])
 
 
 @triton.jit
-def after(level, C: tl.constexpr):
-    """[j, t] = 1 where t > j, both in the same block of 2^level tokens."""
-    j = tl.arange(0, C)
-    chosen = ((j[:, None] >> level) == (j[None, :] >> level)) & (j[None, :] > j[:, None])
-    return tl.where(chosen, 1.0, 0.0).to(tl.bfloat16)
-
-
-@triton.jit
-def are_parted(i, j, level):
-    """Return whether j is in the left half and i in the right half of a block of 2^(level + 1) tokens."""
-    return (((i >> level) ^ (j >> level)) == 1) & (i > j)
+def in_right_half(i, level):
+    """Return whether token i is in the right half of its block of 2^(level + 1) tokens."""
+    return ((i >> level) & 1) == 1
 
 
 @triton.jit
 def decays(chosen, gates, C: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr = 3):
-    """Return the products of the chosen gates, [C, BR]: F of `up_to`, E of `after`.
+    """Return the products of the chosen gates, [C, BR].
 
     Two parts of their logarithms give 16 binary digits, enough for a factor that is rounded to 8 or 11.
     """
@@ -68,7 +66,8 @@ def decays(chosen, gates, C: tl.constexpr, BR: tl.constexpr, PARTS: tl.constexpr
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def weights(
-    q, q_strides, k, k_strides, log_decay, gate_strides, pairs, length, chunks, cu_seqlens, owners, G, P,
+    q, q_strides, k, k_strides, log_decay, gate_strides, chosen, pairs,
+    length, chunks, cu_seqlens, owners, G, P,
     R: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """1. W of a chunk and a query head, [tokens, H, C]."""
@@ -77,9 +76,7 @@ def weights(
     _, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
     q += row * q_strides[0] + head * q_strides[2]
     k += row * k_strides[0] + g * k_strides[2]
-    # The kernels that read W round it to the type of their results, which is that of q. So one part, of tf32,
-    # is enough here for bf16 only.
-    PARTS: tl.constexpr = 1 if q.dtype.element_ty == tl.bfloat16 else 3
+    # If q is bf16, the kernels that read W round it to bf16. So its factors may be rounded as well.
     GATE_PARTS: tl.constexpr = 3 if q.dtype.element_ty == tl.float32 else 2
     i = tl.arange(0, C)
     total = tl.zeros([C, C], tl.float32)
@@ -90,17 +87,19 @@ def weights(
         gates = load_gates(log_decay, gate_strides, row, g, tokens, exists, r, R)
         total += tl.where(i[:, None] == i[None, :], tl.sum(q_tile * k_tile, 1)[:, None], 0.0)
         for level in tl.range(0, LEVELS, loop_unroll_factor=1):
-            right = q_tile * decays(up_to(level, C), gates, C, BR, GATE_PARTS)
-            left = k_tile * decays(after(level, C), gates, C, BR, GATE_PARTS)
+            factor = decays(load_square(chosen, level, C), gates, C, BR, GATE_PARTS)
             zeros = tl.zeros([C, C], tl.float32)
-            products = product(right, tl.trans(left), zeros, PARTS)
-            total += tl.where(are_parted(i[:, None], i[None, :], level), products, 0.0)
+            products = product(short(q_tile * factor, q), tl.trans(short(k_tile * factor, q)), zeros)
+            cut = i >> level << level  # in the right half, keys from the left half come before it
+            first_key = tl.where(in_right_half(i, level), cut - (1 << level), cut)
+            chosen_keys = (i[None, :] >= first_key[:, None]) & (i[None, :] < cut[:, None])
+            total += tl.where(chosen_keys, products, 0.0)
     store_tile(pairs, ((row * length + tokens) * G * P + head), C, exists, i, i < C, total)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def chunk_sums(
-    x, x_strides, y, y_strides, log_decay, gate_strides, states, through,
+    x, x_strides, y, y_strides, log_decay, gate_strides, chosen, states, through,
     length, chunks, cu_seqlens, owners, G, P,
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
     LEVELS: tl.constexpr, QUERIES: tl.constexpr,
@@ -115,7 +114,7 @@ def chunk_sums(
     _, row, tokens, exists = place(slot, length, chunks, cu_seqlens, owners, C)
     index = (slot * G + g).to(tl.int64)
     gates = load_gates(log_decay, gate_strides, row, g, tokens, exists, r, R)
-    factor = decays(up_to(LEVELS, C) if QUERIES else after(LEVELS, C), gates, C, BR)
+    factor = decays(load_square(chosen, LEVELS + 1 if QUERIES else LEVELS, C), gates, C, BR)
     total = tl.zeros([BR, BM], tl.float32)
     for p in range(P):
         head = g * P + p
@@ -157,7 +156,7 @@ def scan(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def outputs(
-    q, q_strides, v, v_strides, log_decay, gate_strides, pairs, states, o,
+    q, q_strides, v, v_strides, log_decay, gate_strides, chosen, pairs, states, o,
     length, chunks, cu_seqlens, owners, G, P,
     R: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
     LEVELS: tl.constexpr,
@@ -181,6 +180,6 @@ def outputs(
         gates = load_gates(log_decay, gate_strides, row, g, tokens, exists, r, R)
         q_tile = load_tile(q, tokens, q_strides[1], exists, r, q_strides[3], r < R)
         state = load_tile(states, r, M, r < R, m, 1, m < M)
-        q_tile *= decays(up_to(LEVELS, C), gates, C, BR, GATE_PARTS)
+        q_tile *= decays(load_square(chosen, LEVELS + 1, C), gates, C, BR, GATE_PARTS)
         total = product(short(q_tile, o), short(state, o), total, PARTS)
     store_tile(o, at, M, exists, m, m < M, total)

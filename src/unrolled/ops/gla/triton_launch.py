@@ -1,5 +1,8 @@
 """Launches of the Triton kernels of linear attention with a gate for every feature: blocks and grids."""
 
+import functools
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,11 +12,40 @@ from unrolled.ops.gla.packed import Inputs
 from unrolled.ops.triton.launch import Slots, block, blocks, launch, multiplies_from_memory, with_strides
 
 CHUNK = 64
+LEVELS = CHUNK.bit_length() - 1
 BLOCK = 64  # features or values at a time
 SMALL_BLOCK = 32  # the same for fp32, and for features before Hopper: more do not fit into registers
-FEATURES = 16  # features of a program of `feature_gradients`; more do not fit into registers
+FEATURES, FEATURES_FROM_MEMORY = 16, 32  # of a program of `feature_gradients`, before Hopper and from it on
 WARPS, STAGES = 4, 2
 SCAN_BLOCK, SCAN_WARPS, SCAN_STAGES = 256, 2, 4
+
+
+class Squares(NamedTuple):
+    """Constant matrices with a row and a column for each token of a chunk.
+
+    At level l, a chunk is cut in the middle of each block of 2^(l + 1) tokens.
+    """
+
+    chosen: Tensor
+    """bf16, [levels + 2, C, C]: [l, i, t] is 1 where gate t lies between token i and the cut of its block.
+
+    The last two are not of cuts: 1 where gate t comes after token i, and where t <= i.
+    """
+    parted: Tensor
+    """int16, [levels, C, C]: [l, i, j] is -1, all bits, where the cut of a block lies between i and j."""
+
+
+@functools.cache
+def squares(device: torch.device) -> Squares:
+    """Make the matrices for chunks of CHUNK tokens."""
+    i, levels = torch.arange(CHUNK, device=device), torch.arange(LEVELS + 1, device=device)[:, None, None]
+    row, column = i[:, None], i[None, :]
+    right = (row >> levels) & 1 == 1
+    in_half = row >> levels == column >> levels
+    between = in_half & torch.where(right, column <= row, column > row)
+    chosen = torch.cat([between, (column <= row)[None]]).to(torch.bfloat16)
+    parted = ((row >> levels) ^ (column >> levels)) == 1
+    return Squares(chosen, -parted[:LEVELS].to(torch.int16))
 
 
 class Problem:
@@ -23,13 +55,15 @@ class Problem:
         (B, T, H, R), (G, M) = inputs.q.shape, inputs.v.shape[2:]
         self.inputs, self.B, self.T, self.H, self.G, self.R, self.M = inputs, B, T, H, G, R, M
         self.slots = Slots.cut(B, T, cu_seqlens, CHUNK)
-        short = inputs.q.dtype != torch.float32
-        BR = block(R, BLOCK if short and multiplies_from_memory(inputs.q.device) else SMALL_BLOCK)
+        short, from_memory = inputs.q.dtype != torch.float32, multiplies_from_memory(inputs.q.device)
+        BR = block(R, BLOCK if short and from_memory else SMALL_BLOCK)
         BM = block(M, BLOCK if short else SMALL_BLOCK)
+        self.features = block(R, FEATURES_FROM_MEMORY if from_memory else FEATURES)
         self.blocks_r, self.blocks_m = blocks(R, BR), blocks(M, BM)
-        self.q, self.k, self.v, self.gates = (with_strides(x) for x in inputs[:4])
+        self.q, self.k, self.v, gates = (with_strides(x) for x in inputs[:4])
+        self.gates = *gates, squares(inputs.q.device).chosen
         self.places = *self.slots[1:], G, H // G
-        self.levels = {"LEVELS": CHUNK.bit_length() - 1}
+        self.levels = {"LEVELS": LEVELS}
         self.options = {"C": CHUNK, "num_warps": WARPS, "num_stages": STAGES}
         self.of_features, self.of_values = {"R": R, "BR": BR}, {"M": M, "BM": BM}
         self.sizes = self.of_features | self.of_values | self.levels | self.options
@@ -99,9 +133,10 @@ class Problem:
         launch(backward_kernels.weight_gradients, (self.slots.n, self.H), *of_pairs, **sizes)
         q, k, _, log_decay, _ = self.inputs
         found = [x.new_empty(x.shape) for x in (q, k, log_decay)]
-        tensors = (*self.q, *self.k, *self.v, *grad, *self.gates, pairs, states, d_states, *found)
-        grid = self.slots.n, self.G, blocks(self.R, FEATURES)
-        sizes = self.sizes | {"BR": FEATURES, "BM": block(self.M, SMALL_BLOCK), "num_stages": 1}
+        read = *self.q, *self.k, *self.v, *grad, *self.gates, squares(q.device).parted
+        tensors = *read, pairs, states, d_states, *found
+        grid = self.slots.n, self.G, blocks(self.R, self.features)
+        sizes = self.sizes | {"BR": self.features, "BM": block(self.M, SMALL_BLOCK), "num_stages": 1}
         launch(backward_kernels.feature_gradients, grid, *tensors, *self.places, **sizes)
         return found
 

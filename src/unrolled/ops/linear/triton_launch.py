@@ -38,6 +38,7 @@ CONFIGS_OF_16_BITS = (
     Config(width=64, chunk=64, block=64, columns=64, inner=64, warps=4, sum_warps=4, stages=2),
     Config(width=256, chunk=64, block=64, columns=128, inner=32, warps=8, sum_warps=4, stages=2),
 )
+CONFIGS_OF_16_BITS_FROM_MEMORY = (*CONFIGS_OF_16_BITS[:2], CONFIGS_FROM_MEMORY[-1])
 SCAN_BLOCK, SCAN_WARPS, SCAN_STAGES = 256, 2, 4
 STEP_BLOCK_R, STEP_BLOCK_M = 32, 32  # small, since the few heads of one token must fill a GPU
 
@@ -85,9 +86,9 @@ class Problem:
         self.chunk = config.chunk
 
     def _configs(self) -> tuple[Config, ...]:
-        if self.inputs.q.dtype != torch.float32:
-            return CONFIGS_OF_16_BITS
-        return CONFIGS_FROM_MEMORY if self.from_memory else CONFIGS
+        if self.inputs.q.dtype == torch.float32:
+            return CONFIGS_FROM_MEMORY if self.from_memory else CONFIGS
+        return CONFIGS_OF_16_BITS_FROM_MEMORY if self.from_memory else CONFIGS_OF_16_BITS
 
     def key_sums(self) -> tuple[Tensor, Tensor | None]:
         """What each chunk of keys adds to the state `[slots, G, R*M + R]`, and exp(b_C) `[slots, G]`."""
