@@ -228,6 +228,17 @@ def test_the_page_of_claims_is_that_of_the_results() -> None:
     assert page.read_text(encoding="utf-8") == _claims.page(), "run `make format`"
 
 
+def test_the_page_of_claims_names_what_the_runs_were_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = experiments.obtained("memory-copy")
+    assert found is not None
+    first, *others = found["runs"].values()
+    first |= {"device": "cuda", "processor": "A GPU"}
+    for figures in others:
+        figures |= {"device": "cpu", "processor": "A CPU"}
+    monkeypatch.setattr(experiments, "obtained", lambda name: found if name == "memory-copy" else None)
+    assert "\nOn A GPU and one core of A CPU.\n" in _claims.page()
+
+
 @pytest.mark.parametrize("name", experiments.names())
 def test_what_does_not_hold_is_explained(name: str) -> None:
     found = experiments.obtained(name) or {"expectations": []}
