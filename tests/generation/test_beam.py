@@ -242,7 +242,7 @@ def test_a_translation_is_at_most_fifty_tokens_longer_than_its_source():
     [
         ({"beam_size": 0}, "beam_size is 0, but must be a whole number of at least 1"),
         ({"beam_size": True}, "beam_size is True, but must be a whole number of at least 1"),
-        ({"length_penalty": -1.0}, "length_penalty is -1.0, but must be a number of at least 0"),
+        ({"length_penalty": -1.0}, "length_penalty is -1.0, but must be a number from 0 to 50"),
         ({"length_penalty": math.nan}, "length_penalty is nan, but must be"),
         ({"max_new_tokens": -1}, "max_new_tokens is -1, but must be a whole number of at least 0"),
         ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5, but must be a whole number of at least 0"),

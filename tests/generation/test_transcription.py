@@ -101,3 +101,33 @@ def test_sizes_of_0_are_refused(name):
 def test_wrong_frames_are_refused():
     with pytest.raises(ValueError, match=r"log_probs is of shape \[2\], but must be \[T, V \+ 1\]"):
         decode(torch.zeros(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("kind", ["transcriber", "bilstm_transcriber"])
+def test_models_of_other_types_transcribe(kind, dtype):
+    torch.manual_seed(0)
+    model = small_model(kind)
+    with torch.no_grad():
+        model.head.project.weight.mul_(30)
+    sounds = [torch.randn(50, 6), torch.randn(31, 6)]
+    found = transcribe(model.to(dtype), sounds)
+    assert any(len(ids) for ids in found)
+    if dtype == torch.float64:
+        assert [ids.tolist() for ids in found] == [ids.tolist() for ids in transcribe(model.float(), sounds)]
+
+
+@pytest.mark.parametrize(
+    ("sounds", "message"),
+    [
+        (
+            [torch.zeros(5, 6), torch.zeros(5, 4)],
+            r"sounds\[1\] is of shape \[5, 4\], but must be \[T, 6\] with T",
+        ),
+        ([torch.zeros(0, 6)], r"sounds\[0\] is of shape \[0, 6\], but must be"),
+        ([torch.zeros(5, 6).numpy()], r"sounds\[0\] is .*, but must be a tensor"),
+    ],
+)
+def test_wrong_sounds_are_refused(sounds, message):
+    with pytest.raises(ValueError, match=message):
+        transcribe(small_model("transcriber"), sounds)

@@ -335,3 +335,13 @@ def test_tokens_of_the_source_may_be_global():
     read = shifted(target, 7)
     expected = F.cross_entropy(model(source, read, global_mask=is_global).flatten(0, 1), target.flatten())
     torch.testing.assert_close(model.loss(source, target, global_mask=is_global), expected)
+
+
+def test_a_translation_has_at_most_as_many_tokens_as_learned_positions():
+    torch.manual_seed(0)
+    sizes = {"d_model": 8, "n_layers": 1, "n_heads": 2, "max_length": 12}
+    model = EncoderDecoder(EncoderDecoderConfig(20, positions="learned", **sizes))
+    [found] = translate(model, [[1, 2, 3]], beam_size=2)
+    assert len(found) == 12
+    with pytest.raises(ValueError, match="length 13"):
+        translate(model, [[1, 2, 3]], beam_size=2, max_new_tokens=13)

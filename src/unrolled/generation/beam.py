@@ -36,6 +36,7 @@ from unrolled.ops.options import at_least, is_number
 from unrolled.ops.state import select
 
 MOST_BEAMS = 10_000
+MOST_PENALTY = 50  # lp is then below the largest number for up to a million tokens
 
 EarlyStopping = bool | Literal["never"]
 
@@ -181,8 +182,10 @@ class _Search(NamedTuple):
         """Reject options that are out of range for any model."""
         if at_least(1, "beam_size", self.beam_size) > MOST_BEAMS:
             raise ValueError(f"beam_size is {self.beam_size}, but must be at most {MOST_BEAMS}")
-        if not (is_number(self.length_penalty) and self.length_penalty >= 0):
-            raise ValueError(f"length_penalty is {self.length_penalty!r}, but must be a number of at least 0")
+        if not (is_number(self.length_penalty) and 0 <= self.length_penalty <= MOST_PENALTY):
+            raise ValueError(
+                f"length_penalty is {self.length_penalty!r}, but must be a number from 0 to {MOST_PENALTY}"
+            )
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f"early_stopping is {self.early_stopping!r}, but must be True, False or 'never'")
         at_least(0, "no_repeat_ngram_size", self.no_repeat_ngram_size)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from unrolled.fields import Size, check_value
 from unrolled.models.mode import drawing_mode
-from unrolled.ops.checks import wrong
+from unrolled.ops.checks import check_tensor, shape, wrong
 from unrolled.ops.masks import padding_mask
 
 NEVER = -math.inf
@@ -55,10 +55,16 @@ def transcribe(
         the ids [U] of each sound, int64 on the CPU.
 
     Raises:
-        ValueError: `beam_size` or `batch_size` is not an integer of at least 1, or a sound has another shape.
+        ValueError: `beam_size` or `batch_size` is not an integer of at least 1, or a sound has another shape
+            or type.
     """
     check_value("beam_size", beam_size, Size)
     check_value("batch_size", batch_size, Size)
+    for index, sound in enumerate(sounds):
+        check_tensor(f"sounds[{index}]", sound)
+        if sound.dim() != 2 or not len(sound) or sound.shape[1] != sounds[0].shape[1]:
+            must_be = f"[T, {sounds[0].shape[-1]}] with T of at least 1"
+            raise wrong(f"sounds[{index}]", f"of shape {shape(sound)}", must_be)
     device = next(model.parameters()).device if isinstance(model, nn.Module) else None
     found = []
     with drawing_mode(model):

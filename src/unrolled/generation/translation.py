@@ -61,7 +61,8 @@ def n_best(
     Args:
         model: an encoder-decoder, such as an `EncoderDecoder`.
         sources: nonempty sequences of token ids; with the end symbol, if the model was trained with it.
-        max_new_tokens: maximum length of a translation; by default the length of its source plus 50.
+        max_new_tokens: maximum length of a translation; by default the length of its source plus 50, or as
+            many tokens as the model has learned positions, if these are fewer.
         batch_size: sources per search; sources of similar length are batched together.
         options: the other keyword arguments of `beam_search`, such as `beam_size` and `stop`.
 
@@ -82,12 +83,18 @@ def n_best(
     for first in range(0, len(order), batch_size):
         chosen = order[first : first + batch_size]
         lengths = [len(given[index]) for index in chosen]
-        limits = [n + MORE_THAN_SOURCE if max_new_tokens is None else max_new_tokens for n in lengths]
+        limits = [_longest(model, n) if max_new_tokens is None else max_new_tokens for n in lengths]
         with drawing_mode(model):
             logits, state = _begin(model, [given[index] for index in chosen])
         hypotheses = beam_search(model, logits, state, max_new_tokens=limits, **options)
         found |= dict(zip(chosen, hypotheses, strict=True))
     return [found[index] for index in range(len(given))]
+
+
+def _longest(model: Translates, source: int) -> int:
+    """Return the maximum length of a translation; its last token is not read, but the start symbol is."""
+    positions = getattr(model.config, "n_positions", None)
+    return min(source + MORE_THAN_SOURCE, source + MORE_THAN_SOURCE if positions is None else positions)
 
 
 def _begin(model: Translates, sources: list[Tensor]) -> tuple[Tensor, Any]:

@@ -89,15 +89,15 @@ class CTCModel(SavedModel):
             ValueError: an argument of another shape or type, or padding before a frame.
         """
         refuse("a model of speech")
-        weight = self.subsampling.convs[0].weight
+        weight = cast(Tensor, self.subsampling.convs[0].weight)
         check_tensor("x", x)
-        check_device("x", x, cast(Tensor, weight))
+        check_device("x", x, weight)
         if x.dim() != 3 or x.shape[1] == 0 or x.shape[2] != self.n_mels or not x.is_floating_point():
             must_be = f"floating point [B, T, {self.n_mels}] with T of at least 1"
             raise wrong("x", f"{x.dtype} of shape {shape(x)}", must_be)
         padding = None if key_padding_mask is None else _padding(x, key_padding_mask)
         left = None if padding is None else subsampled(padding)
-        return self.head.log_probs(self.encode(self.subsampling(x, padding), left))
+        return self.head.log_probs(self.encode(self.subsampling(x.to(weight.dtype), padding), left))
 
     def loss(self, inputs: Tensor, targets: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Mean -log p(y | x) in nats per symbol of y, in at least fp32; if no row has symbols, the sum.
