@@ -28,6 +28,16 @@ def test_the_loss_is_the_mean_over_the_bits_that_count():
     assert model.loss(batch.inputs, nothing) == 0
 
 
+def test_targets_at_padding_do_not_count():
+    model = small(output_size=2)
+    x, targets = torch.randn(2, 4, 10), torch.ones(2, 4, 2)
+    padding = torch.tensor([[False] * 4, [False, False, True, True]])
+    ignored = targets.masked_fill(padding.unsqueeze(-1), IGNORED)
+    found = model.loss(x, targets, key_padding_mask=padding)
+    assert torch.equal(found, model.loss(x, ignored, key_padding_mask=padding))
+    assert not torch.equal(found, model.loss(x, targets))
+
+
 def test_wrong_bits_are_counted_for_each_row():
     model = small(output_size=2)
     x = torch.randn(3, 4, 10)

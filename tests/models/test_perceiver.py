@@ -189,6 +189,16 @@ def test_the_loss_is_the_mean_over_what_is_asked(fields, padded):
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
+def test_a_mask_moves_no_query_of_a_grid():
+    fields = {"output": "tokens", "n_classes": 2, "n_latents": 4, "positions": "none", "max_length": 6}
+    model = perceiver_io(input_dim=3, grid=[2, 3], n_bands=2, **fields).eval()
+    x, mask = normal(1, 2, 3, 3), torch.zeros(1, 6, dtype=torch.bool)
+    mask[0, 0] = True
+    queries = model.queries(torch.zeros(1, 6, model.query_width, dtype=x.dtype))
+    found = model(x, key_padding_mask=mask)
+    torch.testing.assert_close(found, model(x, queries=queries, key_padding_mask=mask))
+
+
 def test_the_loss_of_a_perceiver_reaches_every_parameter():
     model = perceiver(input_dim=4)
     x, targets = normal(3, 9, 4), torch.tensor([0, 2, -100])

@@ -38,6 +38,21 @@ def test_the_loss_is_the_mean_over_the_bits_that_are_asked_for():
         bit_loss(logits, targets.long())
 
 
+def test_padding_reaches_neither_the_loss_nor_the_gradients():
+    model = small_model("segmenter", attention="softmax").eval()
+    x, padding = torch.randn(2, 6, 4), torch.zeros(2, 6, dtype=torch.bool)
+    targets = (model(x) > 0).float()
+    padding[0, 4:] = True
+
+    def loss_and_gradient():
+        loss = model.loss(x, targets, key_padding_mask=padding)
+        return loss, torch.autograd.grad(loss, model.embedding.weight)[0]
+
+    expected = loss_and_gradient()
+    x[padding], targets[padding] = torch.nan, 1 - targets[padding]
+    torch.testing.assert_close(loss_and_gradient(), expected, rtol=0, atol=0)
+
+
 class OneBatch:
     """Targets that `model` meets with 2 right of 3 found and of 4 wanted, and one it is not asked for."""
 

@@ -19,18 +19,21 @@ def check_numbers(targets: Tensor, like: Tensor) -> None:
         raise wrong("targets", targets, f"floating point {shape(like)}")
 
 
-def bit_loss(logits: Tensor, targets: Tensor) -> Tensor:
+def bit_loss(logits: Tensor, targets: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
     """Mean binary cross-entropy in nats per bit, computed in at least fp32; 0 if all targets are ignored.
 
     Args:
         logits: of any shape; p(bit = 1) = sigmoid(logit).
         targets: of that shape, floating point, 0 or 1; -100 is ignored.
+        key_padding_mask: bool, of that shape without its last axis; targets are ignored where it is True.
 
     Raises:
         ValueError: the targets have another shape, or are integers.
     """
     check_numbers(targets, logits)
     counted = targets != IGNORED
+    if key_padding_mask is not None:
+        counted &= ~key_padding_mask.unsqueeze(-1)
     asked = torch.where(counted, targets, 0)
     nats = F.binary_cross_entropy_with_logits(at_least_fp32(logits), at_least_fp32(asked), reduction="none")
     return torch.where(counted, nats, 0).sum() / counted.sum().clamp(min=1)

@@ -96,10 +96,10 @@ class NTMModel(_Layers):
 
         Args:
             inputs: as `x` of `forward`.
-            targets: `[B,T,output_size]`, floating point, 0 or 1; -100 is ignored.
+            targets: `[B,T,output_size]`, floating point, 0 or 1; -100 and those at padding are ignored.
             key_padding_mask: see `forward`.
         """
-        return bit_loss(self(inputs, key_padding_mask=key_padding_mask), targets)
+        return bit_loss(self(inputs, key_padding_mask=key_padding_mask), targets, key_padding_mask)
 
     @torch.no_grad()
     def wrong_bits(self, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -19,7 +19,9 @@ from unrolled.models.config import TransformerConfig
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.reversible import make_stack
 from unrolled.models.saving import RecomputingModel
+from unrolled.ops.checks import check_key_padding_mask
 from unrolled.ops.dropout import Dropout
+from unrolled.ops.masks import without_padding
 
 
 @dataclass(kw_only=True)
@@ -59,6 +61,9 @@ class Segmenter(RecomputingModel):
 
         Places at padding (`[B,T]`, True) are not read; their logits are meaningless.
         """
+        if key_padding_mask is not None:  # NaN at padding would reach the embedding's gradient
+            check_key_padding_mask(key_padding_mask, *x.shape[:2])
+            x = without_padding(x, key_padding_mask)
         embedded = self.positions(self.embedding(x), key_padding_mask=key_padding_mask)
         z = self.stack(self.dropout(embedded), recompute=self.recompute, key_padding_mask=key_padding_mask)
         return cast(Tensor, self.head(z))
@@ -68,7 +73,7 @@ class Segmenter(RecomputingModel):
 
         Args:
             inputs: as `x` of `forward`.
-            targets: `[B,T,output_size]`, floating point, 0 or 1; -100 is ignored.
+            targets: `[B,T,output_size]`, floating point, 0 or 1; -100 and those at padding are ignored.
             key_padding_mask: see `forward`.
         """
-        return bit_loss(self(inputs, key_padding_mask=key_padding_mask), targets)
+        return bit_loss(self(inputs, key_padding_mask=key_padding_mask), targets, key_padding_mask)
