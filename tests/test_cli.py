@@ -332,6 +332,8 @@ def test_a_damaged_vocabulary_is_named(copied: Path) -> None:
         ("list --draw window --set causal=true", "invalid options for window"),
         ("list --draw window --set window=3", "window is 3, but must be even"),
         ("list --set window=4", "--force require --draw"),
+        ("list --draw window --cells", "--markdown and --cells are for the list, but --draw draws a pattern"),
+        ("table --lengths 5,6", "--lengths is for --measure"),
         ("list --cells --length 64", "--force require --draw"),
     ],
 )
@@ -421,3 +423,23 @@ def test_a_closed_pipe_is_no_error(trained: Path) -> None:
     assert process.wait(timeout=60) == 1
     assert not stderr
     process.stderr.close()
+
+
+def test_generate_begins_a_text_without_line_breaks_with_a_character_it_knows(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("ab cd efg hi " * 100)
+    settings = [
+        "data.name=text",
+        f"data.path={tmp_path / 'text.txt'}",
+        "data.length=16",
+        "train.steps=1",
+        *SMALL,
+    ]
+    works("train", *settings, f"run_dir={tmp_path / 'run'}")
+    assert works("generate", tmp_path / "run", "--tokens", 5).stdout
+
+
+def test_info_describes_a_run_with_fewer_positions_than_its_maximum_length(tmp_path: Path) -> None:
+    sizes = {"d_model": 8, "n_layers": 1, "n_heads": 2, "max_length": 100}
+    model = models.Decoder(models.DecoderConfig(9, positions="axial", axial_shape=[4, 4], **sizes))
+    model.save(tmp_path / "run")
+    assert "state after 16 " in works("info", tmp_path / "run").stdout

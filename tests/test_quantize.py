@@ -14,7 +14,7 @@ from unrolled.cli import _device
 from unrolled.data import Vocabulary
 from unrolled.decode import load, plan
 from unrolled.models import Encoder, EncoderConfig
-from unrolled.models.saving import PLAN_FILE
+from unrolled.models.saving import PLAN_FILE, WEIGHTS_FILE
 from unrolled.ops import native
 
 if not native.available():
@@ -127,3 +127,20 @@ def test_refusals(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     printed = error("generate", tmp_path / "out", "--device", "cuda", "--prompt", "9")
     assert printed == "--device is cuda, but int8 weights run on the CPU"
     assert run("quantize", trained, "--weights", "int2").exit_code == 2
+
+
+def test_the_folder_holds_one_model_whatever_it_held_before(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "other"
+    shutil.copytree(trained, out)
+    works("quantize", trained, "--out", out, "--force")
+    assert {x.name for x in out.iterdir() if not x.name.startswith(".")} >= {PLAN_FILE}
+    assert not (out / WEIGHTS_FILE).exists()
+    works("train", "--config", trained / "run.yaml", f"run_dir={out}", "--fresh")
+    assert (out / WEIGHTS_FILE).exists()
+    assert not (out / PLAN_FILE).exists()
+
+
+def test_a_text_that_is_read_in_order_has_a_sample_too(trained: Path, tmp_path: Path) -> None:
+    settings = [f"--config={trained / 'run.yaml'}", "data.order=consecutive", f"run_dir={tmp_path / 'run'}"]
+    works("train", *settings)
+    works("quantize", tmp_path / "run", "--weights", "int4")

@@ -180,3 +180,16 @@ def test_none_is_null_and_other_words_that_begin_with_it_are_not():
         "train": {"seconds": None, "lr": 0.001},
         "data": {"path": "None.txt"},
     }
+
+
+def test_keys_of_the_data_are_checked(settings: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.lenght.*length"):
+        run_config.resolve(run_config.read(None, [*settings, "data.lenght=16"]))
+    (tmp_path / "run.yaml").write_text("data: {name: digits, on: 1}")  # `on` is a boolean in YAML 1.1
+    with pytest.raises(ValueError, match=r"data\.True"):
+        run_config.resolve(run_config.read(tmp_path / "run.yaml", []))
+
+
+def test_any_folder_of_data_is_read_as_it_is_named(settings: list[str]) -> None:
+    folder = Path("my\u00a0\"data's\\files")
+    assert run_config.read(None, settings, folder)["data"]["data_dir"] == str(folder)

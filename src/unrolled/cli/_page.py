@@ -1,5 +1,6 @@
 """Web pages: of runs, by `unrolled export`, and of the models of the library, by `unrolled demo`."""
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -117,7 +118,7 @@ def demo_run(folder: Path, settings: Sequence[str]) -> "Run":
     """
     from unrolled.cli import run_config
 
-    return run_config.resolve(run_config.read(None, [*settings, f"run_dir={str(folder)!r}"]))
+    return run_config.resolve(run_config.read(None, [*settings, f"run_dir={json.dumps(str(folder))}"]))
 
 
 def train_demo(run: "Run", *, resume: bool) -> float:

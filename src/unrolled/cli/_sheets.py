@@ -23,6 +23,8 @@ Draw = Callable[..., list[Tensor]]
 
 def drawn(draw: Draw, shape: Sequence[int], count: int) -> Levels:
     """Draw a nearly square sheet of images, [rows, columns, *shape]; -1 where the last row is not full."""
+    if count < 1:
+        raise ValueError(f"--num-samples is {count}, but must be at least 1")
     size, columns = math.prod(shape), math.ceil(math.sqrt(count))
     with progress_bar("generating pixels", count * size) as advance:
         images = draw([[]], size, num_samples=count, on_token=lambda *_: advance())

@@ -58,7 +58,10 @@ def attend(
     check_picture(out, "attend", force)
     lines = list(text or [])
     if file is not None:
-        lines += [line for line in read_text(file).splitlines() if line.strip()]
+        sentences = [line for line in read_text(file).splitlines() if line.strip()]
+        if not sentences:
+            raise ValueError(f"{file} has no sentence")
+        lines += sentences
     model: Any = models.load(run_dir).eval()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # drawn as a box
@@ -185,11 +188,9 @@ def _trace(model: Any, run_dir: Path, example: int, data_dir: Path | None) -> "F
 
 
 def _dataset(run_dir: Path, data_dir: Path | None) -> Any:
-    from unrolled import data
     from unrolled.cli import run_config
 
-    options = dict(run_config.read_saved(run_dir, data_dir)["data"])
-    return data.load(options.pop("name"), **options)
+    return run_config.reopen(run_dir, run_config.read_saved(run_dir, data_dir)).dataset
 
 
 def _example(batches: Any, example: int) -> Any:

@@ -102,6 +102,8 @@ def evaluate(
         refuse({"--beam-size": beam_size}, f"translations and speech, but the task of {run_dir} is {task!r}")
     if out is not None:
         check_file(out, lambda: is_report(out, _scores.KEYS), force=force)
+    if beam_size is not None and beam_size < 1:
+        raise ValueError(f"--beam-size is {beam_size}, but must be at least 1")
     figures = _scores.measure(model, run, positions, beam_size or 1) | (
         {} if weights is None else {"weights": weights}
     )

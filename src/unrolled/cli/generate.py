@@ -34,7 +34,9 @@ def generate(
             "--demo", help="Use a model that comes with the library: of digits with --out, else of text."
         ),
     ] = False,
-    prompt: Annotated[str | None, typer.Option(help="Text to continue; by default a line break.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to continue; by default a line break, if the model knows it.")
+    ] = None,
     tokens: Annotated[
         int | None, typer.Option(help=f"Maximum number of new tokens; by default {DEFAULT_TOKENS}.")
     ] = None,
@@ -110,7 +112,8 @@ def generate(
         for_images = {"--out": out, "--complete": complete, "--force": force or None}
         refuse(for_images, f"images, but {folder} was not trained on images")
         if prompt is None and vocabulary.is_text:
-            prompt = "\n"
+            known = vocabulary.characters
+            prompt = "\n" if known is None or "\n" in known else known[0]
         if not prompt:
             given = "missing" if prompt is None else "empty"
             raise ValueError(f"--prompt is {given}, but must have a token: this model has no start symbol")

@@ -56,6 +56,8 @@ def mechanisms(
       unrolled list --draw window --causal --set window=6 --set "dilation=\\[1, 1, 2, 4]" --length 32
     """
     if draw is not None:
+        if markdown or cells:
+            raise ValueError("--markdown and --cells are for the list, but --draw draws a pattern")
         from unrolled.cli import run_config
         from unrolled.files import write_file
 

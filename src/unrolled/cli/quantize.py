@@ -57,6 +57,7 @@ def quantize(
         planned.save(folder)
         if (source / RUN_FILE).exists():
             shutil.copyfile(source / RUN_FILE, folder / RUN_FILE)
+    (out / WEIGHTS_FILE).unlink(missing_ok=True)  # of an earlier model, which would be read instead
     before, after = (
         (folder / name).stat().st_size for folder, name in ((source, WEIGHTS_FILE), (out, PLAN_FILE))
     )
@@ -100,8 +101,13 @@ def _sample(run: "Run | None") -> "Tensor | None":
     """Return tokens of the training split."""
     if run is None:
         return None
-    length = run.dataset.batch("train", step=0, batch_size=1, seed=0).inputs.shape[1]
-    return run.dataset.batch("train", step=0, batch_size=-(-SAMPLE // length), seed=0).inputs
+    import torch
+
+    found: list[Tensor] = []
+    while sum(x.numel() for x in found) < SAMPLE:
+        batch = run.dataset.batch("train", step=len(found), batch_size=run.train.batch_size, seed=0)
+        found.append(batch.inputs)
+    return torch.cat(found)
 
 
 def _compare(run: "Run", model: "Decoder", planned: "Plan") -> None:

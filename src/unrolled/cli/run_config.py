@@ -10,6 +10,7 @@
 A resolved run writes all settings, defaults included, to `run_dir/run.yaml`, which is itself such a file.
 """
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -27,7 +28,7 @@ from unrolled.files import write_file
 from unrolled.folders import RUN_FILE
 from unrolled.models import KINDS
 from unrolled.models.config import ModelConfig
-from unrolled.models.saving import CONFIG_FILE, WEIGHTS_FILE, SavedModel
+from unrolled.models.saving import CONFIG_FILE, PLAN_FILE, WEIGHTS_FILE, SavedModel
 from unrolled.training import TrainConfig
 from unrolled.training.memory import machine_bytes
 
@@ -128,7 +129,7 @@ class Run:
         """
         self.save()
         if not resumed:
-            for file in (CONFIG_FILE, WEIGHTS_FILE, data.VOCABULARY_FILE):
+            for file in (CONFIG_FILE, WEIGHTS_FILE, PLAN_FILE, data.VOCABULARY_FILE):
                 (self.run_dir / file).unlink(missing_ok=True)
 
     def save(self) -> None:
@@ -154,7 +155,7 @@ def read(path: Path | None, overrides: Sequence[str], data_dir: Path | None = No
             not a section.
     """
     if data_dir is not None:
-        overrides = [*overrides, f"data.data_dir={str(data_dir)!r}"]
+        overrides = [*overrides, f"data.data_dir={json.dumps(str(data_dir))}"]
     values: dict[str, Any] = {} if path is None else _parse(read_text(path), str(path)) or {}
     if not isinstance(values, dict):
         raise ValueError(f"{path} is {values!r}, but must be a mapping of the sections {', '.join(SECTIONS)}")
@@ -223,7 +224,9 @@ def resolve(values: Mapping[str, Any]) -> Run:
     if recipe not in valid:
         wanted = f"one of {', '.join(valid)}" if len(valid) > 1 else "'classic'"
         raise ValueError(f"model.recipe is {recipe!r}, but must be {wanted} for the model {kind.model_name}")
-    sections = recipes.apply(recipe, sections, data_options=[x.name for x in fields(cast(Any, dataset_type))])
+    data_options = [x.name for x in fields(cast(Any, dataset_type))]
+    _check_keys("data.", sections["data"], ["name", *data_options])
+    sections = recipes.apply(recipe, sections, data_options=data_options)
     _check_keys("train.", sections["train"], list(field_types(TrainConfig)))
     train = TrainConfig(**sections["train"])
     dataset = data.load(**sections["data"])

@@ -72,9 +72,12 @@ def table(
     measure: Annotated[
         bool, typer.Option("--measure", help="Add exponents of measured times; takes a minute or two.")
     ] = False,
-    lengths: Annotated[str, typer.Option(help="Lengths to measure, separated by commas.")] = ",".join(
-        map(str, LENGTHS)
-    ),
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Lengths to measure, separated by commas; by default {','.join(map(str, LENGTHS))}."
+        ),
+    ] = None,
 ) -> None:
     """Print the cost of layers: operations, sequential operations, longest path, state.
 
@@ -82,10 +85,13 @@ def table(
     lengths, on one thread. Overheads of constant cost lower it for small layers.
     """
     from unrolled.cli._lengths import parse_lengths
+    from unrolled.cli._options import refuse
 
     times: dict[str, float] | None = None
-    chosen = list(parse_lengths(lengths, least=2))
-    if measure:
+    chosen = list(LENGTHS) if lengths is None else list(parse_lengths(lengths, least=2))
+    if not measure:
+        refuse({"--lengths": lengths}, "--measure")
+    else:
         from unrolled.bench import layer_times
 
         times = {x.name: layer_times.growth(x.module, chosen) for x in LAYERS if x.module is not None}
