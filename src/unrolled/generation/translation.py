@@ -93,8 +93,8 @@ def n_best(
 
 def _longest(model: Translates, source: int) -> int:
     """Return the maximum length of a translation; its last token is not read, but the start symbol is."""
-    positions = getattr(model.config, "n_positions", None)
-    return min(source + MORE_THAN_SOURCE, source + MORE_THAN_SOURCE if positions is None else positions)
+    most, positions = source + MORE_THAN_SOURCE, getattr(model.config, "n_positions", None)
+    return most if positions is None else min(most, positions)
 
 
 def _begin(model: Translates, sources: list[Tensor]) -> tuple[Tensor, Any]:

@@ -210,9 +210,8 @@ class PerceiverIO(RecomputingModel):
         if one:
             queries = self.queries(z.new_zeros(B, 1, width))
         elif queries is None:
-            counted = (
-                key_padding_mask if self.config.grid is None else None
-            )  # points of a grid keep their place
+            # points of a grid keep their place
+            counted = key_padding_mask if self.config.grid is None else None
             queries = self.queries(z.new_zeros(B, S, width), key_padding_mask=counted)
         elif queries.dim() != 3 or queries.shape[0] != B or queries.shape[2] != width:
             raise ValueError(f"queries has shape {shape(queries)}, but must be [{B}, O, {width}]")
