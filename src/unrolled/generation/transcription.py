@@ -47,7 +47,7 @@ def transcribe(
 
     Args:
         model: a model in any mode; its mode is restored.
-        sounds: the features [T, n_mels] of each sound, of any lengths.
+        sounds: the features [T, n_mels] of each sound, of any lengths, or what else the model reads.
         beam_size: prefixes that are kept; 1 takes the best path.
         batch_size: sounds that the model reads together.
 
@@ -62,8 +62,8 @@ def transcribe(
     check_value("batch_size", batch_size, Size)
     for index, sound in enumerate(sounds):
         check_tensor(f"sounds[{index}]", sound)
-        if sound.dim() != 2 or not len(sound) or sound.shape[1] != sounds[0].shape[1]:
-            must_be = f"[T, {sounds[0].shape[-1]}] with T of at least 1"
+        if sound.dim() == 0 or not len(sound) or sound.shape[1:] != sounds[0].shape[1:]:
+            must_be = f"[{', '.join(['T', *map(str, sounds[0].shape[1:])])}] with T of at least 1"
             raise wrong(f"sounds[{index}]", f"of shape {shape(sound)}", must_be)
     device = next(model.parameters()).device if isinstance(model, nn.Module) else None
     found = []
