@@ -148,6 +148,8 @@ def test_a_story_of_ones_own_comes_from_options_or_a_file(stories, tmp_path, mon
     works("attend", folder, "--file", tmp_path / "story.txt", "--out", out)
     assert given[0][2] == given[1][2] == ["john went to the bathroom"]
     np.testing.assert_array_equal(given[0][1], given[1][1])
+    (tmp_path / "blank.txt").write_text("\n \n")
+    assert "blank.txt has no sentence" in error("attend", folder, "--file", tmp_path / "blank.txt")
     assert "the words robert are not among" in error("attend", folder, "--text", "Robert", "--text", "John?")
     assert "must have at least 2: sentences" in error("attend", folder, "--text", "John?")
     assert "--example is 2, but must be at most 1" in error("attend", folder, "--example", 2)

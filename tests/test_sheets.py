@@ -31,6 +31,12 @@ def test_completions_stand_between_what_is_given_and_the_original():
     assert (found[:, 3] == originals.numpy()).all()
 
 
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_sheet_has_at_least_one_image(count):
+    with pytest.raises(ValueError, match=f"--num-samples is {count}, but must be at least 1"):
+        _sheets.drawn(draw, [8, 8], count)
+
+
 @pytest.mark.parametrize("rows", [0, 8, -1])
 def test_some_rows_are_given_and_some_drawn(rows):
     with pytest.raises(ValueError, match=rf"--complete is {rows}, but must be from 1 to 7"):

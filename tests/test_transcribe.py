@@ -135,7 +135,8 @@ def test_wrong_sounds_are_named(trained: Path, tmp_path: Path) -> None:
     assert "bad.wav cannot be read as a sound: " in error("transcribe", trained, bad)
     empty = write_wave(tmp_path / "empty.wav", [tone(300, 0.0)])
     assert "empty.wav has 0 samples, but must have at least 400" in error("transcribe", trained, empty)
-    assert error("transcribe", trained, good, "--beam-size", 0) == "--beam-size is 0, but must be at least 1"
+    for words in (["transcribe", trained, good], ["evaluate", trained]):
+        assert error(*words, "--beam-size", 0) == "--beam-size is 0, but must be at least 1"
 
 
 def test_other_folders_and_tasks_are_named(trained: Path, tmp_path: Path) -> None:
