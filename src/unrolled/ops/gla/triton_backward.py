@@ -134,9 +134,8 @@ def feature_gradients(
         o_head = grad_o + row * o_strides[0] + head * o_strides[2]
         at = (row * length + tokens) * G * P + head
         q_tile = load_tile(q_head, tokens, q_strides[1], exists, r, q_strides[3], r < R)
-        dq_tile = read_from_states(
-            o_head, o_strides, tokens, exists, states + index, r, like, R, M, C, BR, BM
-        )
+        before = states + index
+        dq_tile = read_from_states(o_head, o_strides, tokens, exists, before, r, like, R, M, C, BR, BM)
         dq_tile *= decays(load_square(chosen, LEVELS + 1, C), gates, C, BR, GATE_PARTS)
         d_gates = product(tl.trans(load_square(chosen, LEVELS + 1, C)), q_tile * dq_tile, d_gates, GATE_PARTS)
         itself = tl.load(d_pairs + at * C + i, mask=exists, other=0)[:, None]
@@ -148,9 +147,8 @@ def feature_gradients(
             factor = decays(load_square(chosen, level, C), gates, C, BR, GATE_PARTS)
             x_tile = tl.where(right, q_tile, k_tile).to(tl.float32)
             cut = keep(load_square(parted, level, C), pairs)
-            dx_tile = (
-                product(cut, short(x_tile * factor, like), tl.zeros([C, BR], tl.float32), PARTS) * factor
-            )
+            dx_tile = product(cut, short(x_tile * factor, like), tl.zeros([C, BR], tl.float32), PARTS)
+            dx_tile *= factor
             d_gates = product(tl.trans(load_square(chosen, level, C)), x_tile * dx_tile, d_gates, GATE_PARTS)
             dq_tile += tl.where(right, dx_tile, 0.0)
             dk_tile += tl.where(right, 0.0, dx_tile)
