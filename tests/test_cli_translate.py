@@ -99,7 +99,6 @@ def test_wrong_requests_to_translate_get_one_sentence(trained: Path, digits: Pat
     for command, printed in (
         (("translate", trained, "a dog", " "), "sentence 2 is empty, but must have something to translate"),
         (("translate", trained), "there are no sentences: pass them as arguments or on standard input"),
-        (("translate", trained, "a dog", "--beam-size", 0), "beam_size is 0, but must be"),
         (("translate", digits, "a dog"), f"{digits} holds a model of the kind 'decoder', which does not translate; the kind must be one of encoder_decoder"),
         (("generate", trained), "holds a model of the kind 'encoder_decoder', which does not predict tokens"),
         (("translate", trained, "a \udcff dog"), "is not text: it has bytes that are not UTF-8"),
@@ -125,8 +124,14 @@ def test_line_n_of_the_translations_is_that_of_sentence_n(
 
 
 def test_evaluate_refuses_wrong_options_before_the_work(trained: Path) -> None:
-    for option in ("--beam-size", 0), ("--length-penalty", -1):
-        assert "but must be" in error("evaluate", trained, *option)  # and nothing on stdout
+    assert "but must be" in error("evaluate", trained, "--length-penalty", -1)  # and nothing on stdout
+
+
+def test_a_beam_has_at_least_one_translation(trained: Path) -> None:
+    for words in (["translate", trained, "a dog"], ["evaluate", trained]):
+        result = run(*words, "--beam-size", 0)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "--beam-size" in result.stderr
 
 
 def test_evaluate_measures_what_sacrebleu_measures(trained: Path, tmp_path: Path) -> None:

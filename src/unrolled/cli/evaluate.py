@@ -19,7 +19,7 @@ def evaluate(
     ] = None,
     beam_size: Annotated[
         int | None,
-        typer.Option(help=f"Beam size; 1 is greedy; by default {SEARCH['beam_size']}, for speech 1."),
+        typer.Option(min=1, help=f"Beam size; 1 is greedy; by default {SEARCH['beam_size']}, for speech 1."),
     ] = None,
     length_penalty: Annotated[
         float | None, typer.Option(help=f"Higher favours longer output; default {SEARCH['length_penalty']}.")
@@ -102,8 +102,6 @@ def evaluate(
         refuse({"--beam-size": beam_size}, f"translations and speech, but the task of {run_dir} is {task!r}")
     if out is not None:
         check_file(out, lambda: is_report(out, _scores.KEYS), force=force)
-    if beam_size is not None and beam_size < 1:
-        raise ValueError(f"--beam-size is {beam_size}, but must be at least 1")
     figures = _scores.measure(model, run, positions, beam_size or 1) | (
         {} if weights is None else {"weights": weights}
     )

@@ -23,7 +23,7 @@ def transcribe(
         list[Path], typer.Argument(metavar="FILE...", help="Sound files: WAV, FLAC, Ogg, MP3 and others.")
     ],
     beam_size: Annotated[
-        int, typer.Option(help="Beam size; 1 takes the most likely symbol of each frame.")
+        int, typer.Option(min=1, help="Beam size; 1 takes the most likely symbol of each frame.")
     ] = 1,
     device: Device = None,
 ) -> None:
@@ -42,8 +42,6 @@ def transcribe(
     from unrolled import generation
     from unrolled.cli._models import is_exported
 
-    if beam_size < 1:
-        raise ValueError(f"--beam-size is {beam_size}, but must be at least 1")
     load = _exported if is_exported(run_dir) else _run
     model, vocabulary, read = load(run_dir, device)
     sounds = [read(file) for file in files]

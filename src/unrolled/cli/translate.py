@@ -15,7 +15,7 @@ def translate(
         list[str] | None,
         typer.Argument(metavar="TEXT...", help="Sentences; by default the lines of standard input."),
     ] = None,
-    beam_size: Annotated[int, typer.Option(help="Beam size; 1 is greedy.")] = 4,
+    beam_size: Annotated[int, typer.Option(min=1, help="Beam size; 1 is greedy.")] = 4,
     length_penalty: Annotated[
         float, typer.Option(help="0 favours short translations, larger values longer ones.")
     ] = 0.6,
