@@ -91,7 +91,7 @@ test-native:
 		-DCMAKE_CXX_FLAGS="-O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 	cmake --build build/sanitized --parallel $(JOBS)
 	ASAN_OPTIONS=max_malloc_fill_size=1000000000:malloc_fill_byte=255 \
-		ctest --test-dir build/sanitized --output-on-failure
+		ctest --test-dir build/sanitized --parallel $(JOBS) --output-on-failure
 
 # The same tests for 64-bit Arm, in an emulator. Needs g++-aarch64-linux-gnu and qemu-user.
 test-neon:
@@ -99,7 +99,7 @@ test-neon:
 		-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
 		"-DCMAKE_CROSSCOMPILING_EMULATOR=qemu-aarch64;-L;/usr/aarch64-linux-gnu"
 	cmake --build build/neon --parallel $(JOBS)
-	ctest --test-dir build/neon --output-on-failure
+	ctest --test-dir build/neon --parallel $(JOBS) --output-on-failure
 
 check: $(VENV)/installed
 	$(BIN)/ruff check
