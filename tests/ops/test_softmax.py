@@ -12,8 +12,7 @@ from unrolled.ops import native as kernels
 from unrolled.ops import processor
 from unrolled.ops import state as states
 from unrolled.ops.dispatch import prefer
-from unrolled.ops.processor import has_matrix_unit
-from unrolled.ops.softmax import empty_cache, softmax_attention, softmax_prefill, softmax_step
+from unrolled.ops.softmax import attention, empty_cache, softmax_attention, softmax_prefill, softmax_step
 from unrolled.ops.softmax.cache import RECENT
 from unrolled.ops.window import native
 
@@ -159,8 +158,7 @@ def test_the_native_kernels_agree_with_the_definition(dtype, causal, masks):
     rounded = [x.detach().double().requires_grad_() for x in narrow]
     found = softmax_attention(*narrow, backend="native", **options)
     expected = softmax_attention(*rounded, **options)
-    if dtype == torch.float32 or not has_matrix_unit():  # the kernels are chosen
-        assert torch.equal(found, softmax_attention(*narrow, **options))
+    assert torch.equal(found, softmax_attention(*narrow, **options))  # the kernels are chosen
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     near = {"rtol": tolerance, "atol": tolerance, "check_dtype": False}
     torch.testing.assert_close(found, expected, **near)
@@ -180,11 +178,36 @@ def test_what_the_native_kernels_cannot_do_is_left_to_torch(monkeypatch):
     softmax_attention(q.double(), k.double(), v.double())
     with pytest.raises(ValueError, match="backend is 'native', which has no attn_mask"):
         softmax_attention(q, k, v, attn_mask=mask, backend="native")
-    monkeypatch.setattr(processor, "description", lambda: "flags : amx_bf16")
-    softmax_attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
     assert not seen
     softmax_attention(q, k, v)
     assert len(seen) == 1
+
+
+@needs_kernels
+def test_a_matrix_unit_computes_bf16_where_it_is_faster(monkeypatch):
+    """It is slower only with gradients, and then only up to a number of keys."""
+    monkeypatch.setattr(processor, "description", lambda: "flags : amx_bf16")
+    monkeypatch.setattr(attention, "MOST_WITHOUT_MATRIX_UNIT", 64)
+    seen = []
+    monkeypatch.setattr(native, "forward", lambda *x, run=native.forward: (seen.append(x), run(*x))[1])
+
+    def is_native(length, dtype=torch.bfloat16, *, learns=True, causal=False):
+        seen.clear()
+        x = torch.randn(1, length, 2, 8, dtype=dtype, requires_grad=learns)
+        softmax_attention(x, x, x, causal=causal)
+        return bool(seen)
+
+    assert is_native(8)
+    assert not is_native(9)
+    assert is_native(16, causal=True)
+    assert not is_native(18, causal=True)
+    assert not is_native(8, learns=False)
+    with torch.no_grad():
+        assert not is_native(8)
+    assert is_native(100, torch.float16, learns=False)
+    assert is_native(100, torch.float32, learns=False)
+    monkeypatch.setattr(processor, "description", lambda: "flags : avx512_bf16")
+    assert is_native(100, learns=False)
 
 
 def test_an_ordinary_gradient_is_that_of_the_fused_kernel():

@@ -178,7 +178,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, allowed: Tensor | N
         # Each block of queries is a sequence with one head, in a window without bounds.
         rows = (x.flatten(0, 2).unsqueeze(2) for x in (q, k, v))
         inputs = Inputs._make((*rows, hidden.flatten(0, 2)))
-        if native.is_faster(inputs):
+        if native.can_replace(inputs):
             o, lse = window_attention(inputs, Options(None, (-1, -1), 1.0), "native")
             return o.reshape(*q.shape[:4], v.shape[4]), lse.reshape(q.shape[:4])
     masked = hidden.unsqueeze(-2)

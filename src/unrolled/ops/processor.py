@@ -18,9 +18,15 @@ def description() -> str:
 
 def multiplies_bf16() -> bool:
     """Whether products of bfloat16 matrices are faster than in fp32: on a GPU, or a CPU made for them."""
-    return torch.cuda.is_available() or not _BF16_FLAGS.isdisjoint(description().split())
+    return torch.cuda.is_available() or not _BF16_FLAGS.isdisjoint(_words(description()))
 
 
 def has_matrix_unit() -> bool:
     """Whether the CPU has a dedicated unit for products of bfloat16 matrices (AMX)."""
-    return "amx_bf16" in description().split()
+    return "amx_bf16" in _words(description())
+
+
+@cache
+def _words(text: str) -> frozenset[str]:
+    """Return the words of a text, which has hundreds of kilobytes on a machine with many cores."""
+    return frozenset(text.split())

@@ -7,7 +7,6 @@ from unrolled.ops import native
 from unrolled.ops.checks import observed
 from unrolled.ops.dispatch import prefers
 from unrolled.ops.native import TYPES, address, readable, sequences, struct, view
-from unrolled.ops.processor import has_matrix_unit
 from unrolled.ops.window.blocks import Inputs, Options, bounded
 
 
@@ -16,14 +15,9 @@ def supports(inputs: Inputs) -> bool:
     return inputs.q.device.type == "cpu" and inputs.q.dtype in TYPES and native.available()
 
 
-def is_faster(inputs: Inputs) -> bool:
-    """Whether the kernels can run these inputs, and are faster than matrix products over all keys.
-
-    In 16 bits, such products may use a matrix unit.
-    """
-    if not prefers("native") or observed() or not supports(inputs):
-        return False
-    return inputs.q.dtype == torch.float32 or not has_matrix_unit()
+def can_replace(inputs: Inputs) -> bool:
+    """Whether the kernels can run these inputs in place of other operations."""
+    return prefers("native") and not observed() and supports(inputs)
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
