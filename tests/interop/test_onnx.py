@@ -245,6 +245,18 @@ def test_a_perceiver_whose_positions_are_all_latents_can_be_exported():
     torch.testing.assert_close(recurrence(tokens(2, 4), *state)[0], model(tokens(2, 4)))
 
 
+def test_positions_that_a_feature_map_limits_are_limited_in_the_graph_too(tmp_path):
+    options = {"feature_map": "cosformer", "feature_map_options": {"max_length": 2}}
+    model = make("linear", positions="none", attention_options={"linear": options})
+    export(model, tmp_path / "out")
+    found = load(tmp_path / "out")
+    assert found.config.n_positions == 3
+    for either in (model, found):
+        assert either.prefill(tokens(1, 3), either.init_state(1))[0].isfinite().all()
+        with pytest.raises(ValueError, match=r"must be at most|is the last"):
+            generate(either, [[1, 2]], 3)
+
+
 def test_a_fused_graph_with_another_input_length_than_the_plain_one_is_refused(tmp_path, monkeypatch):
     def to_onnx(model, *, fused=False, **options):
         return Recurrence(model, length=1 if fused else "any"), b""

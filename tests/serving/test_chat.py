@@ -52,6 +52,14 @@ def test_a_stream_begins_with_the_role() -> None:
         assert [x["finish_reason"] for x in parts] == [None, None, None, "length"]
 
 
+def test_symbols_of_the_tokenizer_that_the_model_lacks_are_refused() -> None:
+    engine = FakeEngine()
+    answer = client(talking(engine, vocab_size=116)).post(CHAT, json={"model": "book", "messages": HELLO})
+    told = "messages holds the id 121, but must hold ids of 0 to 115"  # the y of system
+    assert error(answer, 400)["message"] == told
+    assert not engine.jobs
+
+
 @pytest.mark.parametrize(("positions", "expected"), [(None, 1024), (100, 100 - 39 + 1)])
 def test_without_a_limit_it_is_what_positions_allow(positions: int | None, expected: int) -> None:
     engine = FakeEngine(block=2_000)

@@ -168,6 +168,19 @@ def test_use_in_memory_counts_in_the_store(store: Counted, passed: list[float]) 
     assert store.calls == ["touch"] * 2
 
 
+@pytest.mark.parametrize("seconds", [30.0, 90.0])
+def test_a_state_in_use_is_not_dropped(seconds: float, passed: list[float]) -> None:
+    store = MemoryStore(None, seconds, now=lambda: module.time.monotonic())
+    states, kept = States(store, 10 * SIZE, seconds), snapshot(0)
+    states.keep(kept)
+    for _ in range(20):
+        passed[0] += 0.9 * seconds
+        assert states.get(kept.id) == kept
+    passed[0] += seconds + 1
+    with pytest.raises(UnknownState):
+        states.get(kept.id)
+
+
 def test_a_state_that_another_process_deleted_leaves_memory(store: Counted, passed: list[float]) -> None:
     states, kept = States(store, 10 * SIZE), snapshot(0)
     states.keep(kept)

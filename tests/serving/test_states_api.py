@@ -7,6 +7,7 @@ import torch
 from serving.clients import client, error, post
 from serving.fakes import DIGEST, FakeEngine, FakeStates, served
 
+from unrolled.contract import UnsupportedError
 from unrolled.serving.jobs import EngineError, TimedOutError
 from unrolled.serving.snapshot import MOST, Snapshot
 from unrolled.serving.states import States
@@ -94,6 +95,20 @@ def test_a_store_that_does_not_work() -> None:
     answer = http.post("/v1/completions", json={"model": "book", "prompt": "a", "keep": True})
     assert error(answer, 503)["code"] == "store_unavailable"
     assert error(http.get("/v1/sessions/a"), 503)["code"] == "store_unavailable"
+
+
+def test_a_store_that_cannot_move_sessions_says_so() -> None:
+    class Fixed(FakeStates):
+        def move(self, name: str, expected: str | None, new: str | None) -> bool:
+            raise UnsupportedError("a session cannot be moved there")
+
+    http, id = client(states=Fixed()), "0" * 64
+    answers = [
+        http.put("/v1/sessions/a", json={"state": id}, headers={"If-Match": f'"{id}"'}),
+        http.delete("/v1/sessions/a", headers={"If-Match": f'"{id}"'}),
+    ]
+    for answer in answers:
+        assert error(answer, 501)["message"] == "a session cannot be moved there"
 
 
 def test_sessions_move_only_for_those_who_know_where_they_point() -> None:

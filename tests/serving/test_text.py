@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from unrolled.data import TokenTexts, Vocabulary
+from unrolled.interop.hf.convert import character_tokenizer
 from unrolled.serving.choices import Choice
 from unrolled.serving.jobs import Drawn
 from unrolled.serving.stops import StopFinder, Watch
@@ -209,6 +210,14 @@ def test_a_tokenizer_of_hugging_face(folder: Path) -> None:
     assert TokenizerText(folder).chat_template == "file"
     assert VocabularyText(Vocabulary("text"), folder).chat_template == "file"
     (folder / "chat_template.jinja").unlink()
+
+
+def test_a_character_without_an_id_is_refused(tmp_path: Path) -> None:
+    character_tokenizer("abc").save_pretrained(tmp_path)
+    text = TokenizerText(tmp_path)
+    assert text.encode("cab") == [2, 0, 1]
+    with pytest.raises(ValueError, match=r"^the tokenizer cannot encode the text: .*UNK"):
+        text.encode("cat")
 
 
 def test_numbers_are_text_with_spaces() -> None:

@@ -97,7 +97,8 @@ class Options(BaseModel):
             OSError: the store cannot be reached, read or written.
         """
         most = None if self.state_bytes is None else int(self.state_bytes)
-        return States(open_store(self.states, most_bytes=most, seconds=self.ttl), int(self.state_memory))
+        store = open_store(self.states, most_bytes=most, seconds=self.ttl)
+        return States(store, int(self.state_memory), self.ttl)
 
     def settings(self) -> Settings:
         """Return the settings of the app.

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
+from unrolled.contract import UnsupportedError
 from unrolled.serving.metrics import Metrics
 from unrolled.serving.model import Served
 from unrolled.serving.protocol.errors import ApiError, invalid
@@ -96,10 +97,12 @@ class Service:
         """Call a method of the store of states, in another thread.
 
         Raises:
-            ApiError: the store cannot be reached, read or written.
+            ApiError: the store cannot be reached, read or written, or does not support this.
         """
         try:
             return await asyncio.to_thread(ask, *given)
+        except UnsupportedError as error:
+            raise ApiError(501, str(error), code="store_cannot") from error
         except OSError as error:
             raise ApiError(
                 503, f"the store of states does not work: {error}", code="store_unavailable"

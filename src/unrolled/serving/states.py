@@ -9,7 +9,7 @@ from typing import NamedTuple
 from unrolled.serving.snapshot import Snapshot
 from unrolled.serving.store import Store
 
-RECENT = 60.0  # seconds for which a state in memory is assumed to be still in the store
+RECENT = 60.0  # maximum seconds for which a state in memory is assumed to be still in the store
 
 OVERHEAD = 1024  # bytes of a state besides its tensors, so that states without tensors count too
 
@@ -29,18 +29,21 @@ class _Held(NamedTuple):
 class States:
     """A store of states with a cache in memory. Any number of threads may use it.
 
-    A state that another process deletes is served from memory for up to one more minute.
+    A state that another process deletes is served from memory for up to one more minute, or for a 20th of
+    `seconds` if this is shorter.
 
     Args:
         store: the store.
         memory_bytes: maximum `nbytes` of the cache. Beyond it, the least recently used states are dropped
             from memory; a state that is larger than it is read from the store each time.
+        seconds: the time without use after which the store drops a state, if there is one.
     """
 
-    def __init__(self, store: Store, memory_bytes: int) -> None:
+    def __init__(self, store: Store, memory_bytes: int, seconds: float | None = None) -> None:
         if memory_bytes < 0:
             raise ValueError(f"memory_bytes must be at least 0, not {memory_bytes}")
         self._store, self._most = store, memory_bytes
+        self._recent = RECENT if seconds is None else min(RECENT, seconds / 20)
         self._lock = threading.Lock()
         self._held: OrderedDict[str, _Held] = OrderedDict()  # the least recently used first
         self._bytes = 0
@@ -114,8 +117,8 @@ class States:
         self._store.close()
 
     def _check_store(self, held: _Held) -> None:
-        """Once a minute, tell the store that a state in memory is in use, and check that it still exists."""
-        if time.monotonic() - held.seen < RECENT:
+        """Now and then, tell the store that a state in memory is in use, and check that it still exists."""
+        if time.monotonic() - held.seen < self._recent:
             return
         with suppress(OSError):  # while the store cannot be reached, states in memory are served
             if not self._store.touch(held.snapshot.id):

@@ -151,7 +151,10 @@ class TokenizerText:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"text is not Unicode at character {error.start}") from error
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the library raises no other type, as for a character without an id
+            raise ValueError(f"the tokenizer cannot encode the text: {error}") from error
         return ids
 
     def decode(self, ids: list[int]) -> str:

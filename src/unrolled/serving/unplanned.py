@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unrolled.attention.aft import AFT
 from unrolled.contract import Recurrent
 from unrolled.decode.batch import MOST_TOLD, Drawing
 from unrolled.decode.request import Sampling
 from unrolled.generation import sampling as drawing
 from unrolled.generation.engine import filtered
-from unrolled.ops.feature_maps.positional import CosFormer
+from unrolled.models.limits import n_positions
 from unrolled.ops.state import leaves, map_tensors, nbytes
 from unrolled.serving.runner import Wanted, check_names
 
@@ -29,7 +28,7 @@ class ModelRunner:
 
     def __init__(self, model: Recurrent) -> None:
         self.model, self.vocab_size = model, int(model.config.vocab_size)
-        self.n_positions = _n_positions(model)
+        self.n_positions = n_positions(model)
         sizes = [nbytes(self._after(n)) for n in (1, 2)]
         self._fixed, self._growth = sizes[0], sizes[1] - sizes[0]
 
@@ -92,17 +91,6 @@ class ModelRunner:
         """The state after `tokens` zeros, whose shapes are those of any sequence of this length."""
         _, state = self.model.prefill(torch.zeros(1, tokens, dtype=torch.long), self.model.init_state(1))
         return state
-
-
-def _n_positions(model: Any) -> int | None:
-    """Return the maximum number of tokens of a sequence, the least of all layers."""
-    found = [model.config.n_positions]
-    for module in model.modules():
-        if isinstance(module, CosFormer):
-            found.append(module.max_length + 1)
-        elif isinstance(module, AFT):
-            found.append(module.max_length)
-    return min((n for n in found if n is not None), default=None)
 
 
 class ModelRows:

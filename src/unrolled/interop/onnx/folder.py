@@ -19,6 +19,7 @@ from unrolled.interop.onnx.manifest import Manifest, Probe
 from unrolled.interop.onnx.record import FILE_NAME, Record
 from unrolled.interop.onnx.speech_manifest import SpeechManifest
 from unrolled.interop.onnx.write import probe_names, quantized, to_onnx
+from unrolled.models.limits import n_positions
 from unrolled.training.checkpoint import fingerprint
 
 OPSET = 20
@@ -133,7 +134,7 @@ def _describe(model: Any, recurrence: Recurrence, opset: int) -> Manifest:
         weights=weights_checksum(model),
         vocab_size=int(config.vocab_size),
         start_token=int(config.vocab_size) if config.start_token else None,
-        max_positions=getattr(config, "n_positions", None),
+        max_positions=n_positions(model),
         length=recurrence.length,
         state=recurrence.leaves,
         probes=[

@@ -15,6 +15,7 @@ from unrolled.extras import how_to_install
 from unrolled.interop.onnx import forms
 from unrolled.interop.onnx.graph import Length, Recurrence, exported, quiet
 from unrolled.interop.onnx.model import open_session
+from unrolled.models.limits import n_positions
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -96,7 +97,7 @@ def compare(recurrence: Recurrence, session: "InferenceSession") -> None:
     Raises:
         DisagreementError: the outputs differ by more than `AGREEMENT` of the largest number compared.
     """
-    bound = getattr(recurrence.model.config, "n_positions", None) or 16
+    bound = n_positions(recurrence.model) or 16
     lengths = (1,) * min(4, bound) if recurrence.length == 1 else (min(5, bound), min(3, bound - 5), 1)
     outputs = [x.name for x in session.get_outputs()]
     inputs = [x.name for x in session.get_inputs()]

@@ -71,8 +71,9 @@ class TextContinuation(Continuation):
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    # Logits are divided by it: from here on, they do not become infinite.
-    repetition_penalty: Annotated[float, Field(ge=1e-6)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-6)] | None = Field(
+        None, description="for tokens of the prompt and new ones, but not for those that a state has read"
+    )  # logits are divided by it: from 1e-6 on, they do not become infinite
     stop: Stops | None = None
     ignore_eos: bool | None = Field(None, description="do not end at a token that ends a text")
     stream_options: StreamOptions | None = None

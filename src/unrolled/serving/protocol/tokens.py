@@ -1,5 +1,7 @@
 """The bodies of /tokenize and /detokenize, in the form of vLLM."""
 
+from pydantic import Field
+
 from unrolled.serving.protocol.fields import Body
 
 
@@ -8,7 +10,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str
-    add_special_tokens: bool | None = None
+    add_special_tokens: bool | None = Field(None, description="has no effect: none are added")
     return_token_strs: bool | None = None
 
 

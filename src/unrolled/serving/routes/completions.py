@@ -15,7 +15,7 @@ from unrolled.serving.model import Served
 from unrolled.serving.protocol.answers import Completion, answers
 from unrolled.serving.protocol.completions import DEFAULT_TOKENS, CompletionRequest, choice
 from unrolled.serving.protocol.errors import invalid
-from unrolled.serving.routes.continuing import Continuing, check_ids, encode
+from unrolled.serving.routes.continuing import Continuing, encode
 from unrolled.serving.service import service_of
 from unrolled.serving.streams import Chunks, stream
 
@@ -34,8 +34,6 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
             f"prompt holds {len(body.prompts)}, but at most {MOST_PROMPTS} are taken at once", "prompt"
         )
     prompts = [await encode(served.text, x, "prompt") if isinstance(x, str) else x for x in body.prompts]
-    for ids in prompts:
-        check_ids(ids, served.vocab_size, "prompt")
     continuing = await Continuing.start(
         request,
         served,

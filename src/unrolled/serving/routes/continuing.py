@@ -107,7 +107,8 @@ class Continuing:
             served: the model.
             text: encodes and decodes its ids.
             body: the body of the request.
-            prompts: the ids of each prompt, without a start symbol.
+            prompts: the ids of each prompt, without a start symbol. Those that do not belong to the
+                vocabulary are refused: the tokenizer of a chat may have special tokens that the model lacks.
             param: name of the field that holds the prompts.
             default: maximum number of new tokens if the request does not say.
             logprobs: number of most likely tokens to report with each token; None reports nothing.
@@ -116,6 +117,8 @@ class Continuing:
         Raises:
             ApiError: the request does not fit the model, or the engine refuses it.
         """
+        for ids in prompts:
+            check_ids(ids, served.vocab_size, param)
         service, n = service_of(request), body.n or 1
         state = None if body.state is None else await service.snapshot(body.state, served)
         if len(prompts) * n > MOST_ROWS:
