@@ -66,6 +66,19 @@ def test_another_file_is_no_subset(tmp_path, arrays, message):
         read_subset(path)
 
 
+def test_a_damaged_subset_is_named(tmp_path):
+    path = tmp_path / "subset.npz"
+    rng = np.random.default_rng(0)
+    np.savez_compressed(path, **cifar10_subset(rng.integers(4, size=(9, 32, 32, 3), dtype=np.uint8)))
+    content = bytearray(path.read_bytes())
+    content[400:900] = b"U" * 500
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    for damaged in (bytes(content), (tmp_path / "array.npy").read_bytes()):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"subset.npz is corrupt: "):
+            read_subset(path)
+
+
 @pytest.mark.parametrize("real_data", ["cifar10"], indirect=True)
 def test_the_real_subset(real_data):
     dataset = Cifar10Dataset(subset=True, data_dir=real_data)

@@ -118,7 +118,12 @@ def test_reading_tells_how_far_it_is(tmp_path):
         ("x.jsonl", b'{"body": "a", "id": 3}\n', "line 1 has no field 'text'; its fields are 'body', 'id'"),
         ("x.jsonl", b"{}\n", "line 1 has no field 'text'; its fields are none"),
         ("x.jsonl", b'{"text": null}\n', "line 1 has text = None, but it must be text"),
-        ("x.parquet", b"PAR1 but no more", "x.parquet is not a Parquet file: "),
+        (
+            "x.jsonl",
+            b'{"text": "a", "x": ' + b"[" * 99_999 + b"]" * 99_999 + b"}",
+            "x.jsonl: line 1 is not JSON",
+        ),
+        ("x.parquet", b"PAR1 but no more", "x.parquet is not a Parquet file, or is damaged: "),
         ("x.parquet.gz", b"", "x.parquet.gz is a compressed Parquet file, but must not be"),
     ],
 )
@@ -136,6 +141,21 @@ def test_columns_of_parquet_are_checked(tmp_path):
         pyarrow.parquet.write_table(pyarrow.table(column), tmp_path / name)
         with pytest.raises(ValueError, match=message):
             texts_of(tmp_path / name)
+
+
+def test_a_damaged_page_is_named(tmp_path):
+    path = tmp_path / "x.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": [f"line {i}" for i in range(9_999)]}), path)
+    content = bytearray(path.read_bytes())
+    content[1_000:3_000] = b"U" * 2_000
+    path.write_bytes(bytes(content))
+    with pytest.raises(ValueError, match=r"x.parquet is not a Parquet file, or is damaged: "):
+        texts_of(path)
+
+
+def test_an_empty_separator_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="separator is '', but must be a text of at least one character"):
+        Documents([tmp_path / "x.txt"], separator="")
 
 
 def test_a_line_without_end_is_no_document(tmp_path, monkeypatch):

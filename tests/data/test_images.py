@@ -1,11 +1,13 @@
+from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unrolled.data._images import ImageDataset, epoch_rows
+from unrolled.data._images import ImageDataset, epoch_rows, epoch_rows_by_length
 from unrolled.data.digits import DigitsDataset
 
 
@@ -82,3 +84,14 @@ def test_digits_are_the_1797_of_scikit_learn_split_once_and_for_all():
     assert both == sorted(load_digits().data.astype(int).tolist())
     # Published losses hold for this split only: a numpy that permuted otherwise would have to be noticed.
     assert val.long().sum().item() == 92_173
+
+
+@pytest.mark.parametrize("batch_size", [4, 30])
+def test_only_where_epochs_meet_a_batch_of_similar_lengths_may_hold_a_row_twice(batch_size):
+    lengths = np.arange(95)[None] // 2
+    batches = [
+        epoch_rows_by_length(lengths, step=step, batch_size=batch_size, seed=1, pool=8).tolist()
+        for step in range(8 * 95)  # a whole number of epochs
+    ]
+    assert sum(len(set(batch)) < batch_size for batch in batches) < 8 * batch_size  # the number of epochs
+    assert set(Counter(row for batch in batches for row in batch).values()) == {8 * batch_size}

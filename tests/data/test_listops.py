@@ -39,6 +39,13 @@ def rows(batch) -> list[list[int]]:
     return [row[~hidden].tolist() for row, hidden in zip(batch.inputs, batch.key_padding_mask, strict=True)]
 
 
+def test_batches_of_validation_have_no_padding_that_all_rows_share():
+    data = ListopsDataset(shortest=1, length=60, val_size=30)
+    for size in (1, 4):
+        for batch in data.eval_batches(size):
+            assert not batch.key_padding_mask.all(0).any()
+
+
 @given(shortest=st.integers(1, 40), depth=st.integers(3, 10), seed=st.integers(0, 99))
 def test_labels_are_the_values(shortest, depth, seed):
     data = ListopsDataset(shortest=shortest, length=shortest + 60, depth=depth, val_size=1)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 from published import tar
 from sounds import LINES, PHONES, an4_files, spoken, tone, write_an4, write_digits, write_wave
@@ -53,6 +54,16 @@ def test_channels_are_averaged_and_other_rates_resampled(tmp_path):
     faster = read_sound(write_wave(tmp_path / "44.wav", [tone(440, 0.5, 44_100)], 44_100), 16_000)
     assert len(faster) == 8_000
     assert abs(faster[500:-500].astype(int) - left[500:-500]).max() < 80  # 1 % of its loudness
+
+
+@pytest.mark.parametrize("subtype", ["FLOAT", "DOUBLE", "PCM_24"])
+def test_samples_of_other_types_are_rounded_to_16_bits(tmp_path, subtype):
+    loud = np.array([0.25, -1.0, 1.0, 7.0, -7.0] * 100) / (8 if subtype == "PCM_24" else 1)
+    soundfile.write(tmp_path / "x.wav", loud, 16_000, subtype=subtype)
+    expected = np.clip(np.rint(loud * 32768), -32768, 32767)
+    assert abs(read_sound(tmp_path / "x.wav", 16_000) - expected).max() <= 1  # libsndfile cuts 24 bits off
+    soundfile.write(tmp_path / "nan.wav", np.full(500, np.nan), 16_000, subtype="FLOAT")
+    assert not read_sound(tmp_path / "nan.wav", 16_000).any()
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,11 @@ def test_a_resumed_run_has_the_same_average(tmp_path, steps):
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
 
 
+def test_weights_of_16_bits_are_not_averaged(tmp_path):
+    with pytest.raises(ValueError, match=r"ema is set, but embedding\.weight is torch\.bfloat16"):
+        run(tmp_path, model=StandIn().bfloat16(), ema=0.9)
+
+
 def test_a_run_does_not_begin_to_average_half_way(tmp_path):
     run(tmp_path)
     with pytest.raises(ValueError, match=r"train\.ema was None and is now 0\.9"):

@@ -97,6 +97,7 @@ def test_a_setting_that_is_newer_than_the_checkpoint_had_its_default(tmp_path, m
 
 def test_refuses_other_data(stopped):
     refused(stopped, "cannot be resumed: data.first_batch was", data=Cycles(noise=0.5))
+    refused(stopped, "cannot be resumed: data.first_eval_batch was", data=Cycles(val_sizes=(4, 5)))
 
 
 def test_refuses_fewer_steps_than_it_has(stopped):

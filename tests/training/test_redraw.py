@@ -56,3 +56,4 @@ def test_a_model_without_random_features_is_refused_before_it_trains(tmp_path):
         run(tmp_path, model=untouched, redraw_every=100)
     before = zip(untouched.parameters(), StandIn().parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in before)
+    assert not list(tmp_path.iterdir())  # an earlier run there would be whole, too

@@ -37,6 +37,22 @@ def test_it_ends_when_the_time_is_over_and_evaluates_once_more(tmp_path, slow):
     assert (result.steps, result.seconds) == (6, 12 + EVALUATION)
 
 
+def test_it_evaluates_once_more_if_the_time_runs_out_between_two_steps(tmp_path, slow, monkeypatch):
+    lines = []
+
+    def tell(line):
+        lines.append(line["event"])
+        if len(lines) == 3:  # in the second step, after its time was taken
+            monkeypatch.setattr(settings, "time", SimpleNamespace(perf_counter=lambda: 99))
+
+    result = run(
+        tmp_path, model=slow(), seconds=40, eval_every=99, log_every=1, checkpoint_every=1, on_line=tell
+    )
+    assert lines == ["start", "train", "train", "eval"]
+    assert result.steps == 2
+    assert result.best_val == result.last_val is not None
+
+
 def test_the_clock_may_be_that_of_the_processor(tmp_path, slow):
     """Half of the time, other work has the core."""
     result = run(tmp_path, model=slow(), seconds=20, clock="cpu", eval_every=99)

@@ -9,6 +9,8 @@ from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
 from unrolled.training import TrainConfig, dry_run, read_log, train
 from unrolled.training.utilisation import flops_per_token, speed_of_products
 
+from .standin import Cycles, run
+
 SIZES = {"d_model": 32, "n_layers": 2, "n_heads": 2}
 SHORT = TrainConfig(steps=4, batch_size=4, log_every=2, eval_batches=1, threads=1)
 
@@ -46,6 +48,16 @@ def test_the_log_and_a_dry_run_tell_the_share(tmp_path):
     forecast = dry_run(model, digits, SHORT)
     assert forecast.mfu is not None
     assert 0 < forecast.mfu < 1
+
+
+def test_translations_have_no_share(tmp_path):
+    class Translations(Cycles):
+        """Sources and targets of equal lengths, which are no inputs with a target each."""
+
+        task = "translation"
+
+    run(tmp_path, data=Translations(), log_every=1)
+    assert not any("mfu" in x for x in read_log(tmp_path / "log.jsonl"))
 
 
 def test_labels_have_no_share(tmp_path):

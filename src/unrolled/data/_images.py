@@ -33,8 +33,9 @@ def epoch_rows(size: int, *, step: int, batch_size: int, seed: int) -> Tensor:
 def epoch_rows_by_length(lengths: np.ndarray, *, step: int, batch_size: int, seed: int, pool: int) -> Tensor:
     """Return the rows of batch `step`, which have similar lengths, [batch_size].
 
-    The rows of `pool` random batches of an epoch are sorted by length and cut into batches again, and these
-    batches are shuffled. Each epoch has every row once.
+    The rows of `pool` random batches are sorted by length and cut into batches again, and these batches are
+    shuffled. Each epoch has every row once. Rows of different epochs are sorted apart: otherwise, the same
+    row of two epochs would always be in one batch, as its lengths are equal.
 
     Args:
         lengths: [K, size], the sort keys of the rows; the last of the K is compared first.
@@ -43,7 +44,8 @@ def epoch_rows_by_length(lengths: np.ndarray, *, step: int, batch_size: int, see
     """
     block, place = divmod(step, pool)
     rows = epoch_rows(lengths.shape[1], step=block, batch_size=pool * batch_size, seed=seed)
-    batches = rows[np.lexsort(lengths[:, rows])].reshape(pool, batch_size)
+    epochs = np.arange(block * len(rows), (block + 1) * len(rows)) // lengths.shape[1]
+    batches = rows[np.lexsort([*lengths[:, rows], epochs])].reshape(pool, batch_size)
     return batches[np.random.default_rng((seed, block, 1)).permutation(pool)[place]]
 
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from unrolled.extras import how_to_install
 
-FRAMES_PER_SECOND = 100
 SHORTEST = 400  # minimum number of samples: a window of 25 ms at 16 kHz
 FULL_SCALE = 32768.0  # the samples of Kaldi have the scale of 16 bits
 
@@ -56,8 +55,12 @@ def read_sound(source: str | Path | bytes, rate: int) -> Samples:
     if not isinstance(source, bytes) and not Path(source).is_file():
         raise ValueError(f"{name} is not a file, but must be a sound")
     try:
-        opened = io.BytesIO(source) if isinstance(source, bytes) else str(source)
-        samples, found = soundfile.read(opened, dtype="int16", always_2d=True)
+        with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else str(source)) as file:
+            found = file.samplerate
+            if file.subtype in ("FLOAT", "DOUBLE"):  # libsndfile would cut off their fractions
+                samples = _of_floats(file.read(dtype="float64", always_2d=True))
+            else:
+                samples = file.read(dtype="int16", always_2d=True)
     except soundfile.SoundFileError as error:
         raise ValueError(f"{name} cannot be read as a sound: {error}") from error
     mono = samples[:, 0] if samples.shape[1] == 1 else np.rint(samples.mean(1)).astype(np.int16)
@@ -66,6 +69,13 @@ def read_sound(source: str | Path | bytes, rate: int) -> Samples:
     if len(mono) < SHORTEST:
         raise ValueError(f"{name} has {len(mono)} samples, but must have at least {SHORTEST}")
     return np.asarray(mono, np.int16)
+
+
+def _of_floats(samples: np.ndarray[Any, np.dtype[np.float64]]) -> Samples:
+    """Round samples of -1 to 1 to 16 bits; louder ones are clipped, and what is no number is silence."""
+    scaled = np.rint(np.nan_to_num(samples).clip(-1, 1) * FULL_SCALE)
+    rounded: Samples = np.minimum(scaled, FULL_SCALE - 1).astype(np.int16)
+    return rounded
 
 
 def log_mel(samples: Samples, rate: int, n_mels: int) -> Tensor:

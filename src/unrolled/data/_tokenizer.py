@@ -222,8 +222,10 @@ class TextTokenizer:
 def pieces(text: str) -> Iterator[str]:
     """Cut a text into pieces of at most `LONGEST_PIECE` characters, before the last white space of each.
 
-    Byte pairs never reach from a word into the white space after it, so the pieces have the same ids as the
-    whole text. A piece without white space is cut at its full length.
+    With the pattern of GPT-2, which tokenizers made here have, byte pairs never reach from a word into the
+    white space after it, so the pieces have the same ids as the whole text. Other patterns may join a full
+    stop to the line break after it; a cut between the two changes the ids there. A piece without white space
+    is cut at its full length.
     """
     start = 0
     while len(text) - start > LONGEST_PIECE:

@@ -4,6 +4,7 @@ import hashlib
 import io
 import re
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -98,7 +99,7 @@ def read_subset(path: Path) -> Photographs:
     try:
         with np.load(io.BytesIO(read_file(path))) as arrays:
             found = {part: (arrays[f"x_{part}"], arrays[f"y_{part}"]) for part in ("train", "test")}
-    except (KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} is corrupt: {error}") from error
     for x, y in found.values():
         if x.dtype != np.uint8 or x.shape[1:] != SHAPE or y.shape != x.shape[:1]:

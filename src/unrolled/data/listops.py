@@ -87,7 +87,9 @@ class ListopsDataset(DrawnDataset):
     def _validation(self, rows: torch.Tensor) -> Batch:
         inputs, targets, padding, *_ = self._val
         assert padding is not None
-        return Batch(inputs[rows], targets[rows], padding[rows])
+        padding = padding[rows]
+        length = int((~padding).sum(1).max())
+        return Batch(inputs[rows, :length], targets[rows], padding[:, :length])
 
     def _expression(self, source: random.Random) -> list[int]:
         for _ in range(ATTEMPTS):

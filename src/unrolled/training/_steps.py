@@ -5,19 +5,20 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from unrolled.contract import IGNORED, Dataset, UnsupportedError
+from unrolled.contract import IGNORED, Batch, Dataset, UnsupportedError
 from unrolled.ops.random_features import Projection
 from unrolled.threads import cpu_threads
 from unrolled.training import checkpoint
 from unrolled.training._session import own_random_state
 from unrolled.training._shares import check_divisible, shares
-from unrolled.training.averaging import average, averaged_copy, tensors_of
+from unrolled.training.averaging import average, averaged_copy, check_averaged, tensors_of
 from unrolled.training.carrying import check_carried, entering
 from unrolled.training.checkpoint import TrainState
 from unrolled.training.compiling import compiled
@@ -107,7 +108,9 @@ def fit(model: Trainable, dataset: Dataset, config: TrainConfig, processes: Proc
         UnsupportedError: the model cannot recompute activations, has no state to continue from, or cannot
             read slices; or the data are packed sequences, but `sequence` is above 1, or `segment` is set and
             `shard` is above 1.
-        ValueError: `carry_state` is set, but the rows of the data do not continue from batch to batch.
+        ValueError: `carry_state` is set, but the rows of the data do not continue from batch to batch; or
+            `redraw_every` is set, but the model has nothing to redraw; or `ema` is set, but weights have 16
+            bits.
     """
     first = dataset.batch("train", step=0, batch_size=config.batch_size, seed=config.seed)
     if config.segment is not None:
@@ -116,6 +119,13 @@ def fit(model: Trainable, dataset: Dataset, config: TrainConfig, processes: Proc
             raise UnsupportedError("packed sequences need shard=1 to be read in segments")
     if config.carry_state:
         check_carried(model, first)
+    if config.redraw_every is not None and not _projections(model):
+        raise ValueError(
+            "redraw_every is set, but the model has no random features or rotations: use performer, rfa or "
+            "reformer"
+        )
+    if config.ema is not None:
+        check_averaged(model)
     if processes.ranks is not None:
         check_slices(model, first, config, processes.ranks)
     if config.gradient_checkpointing:
@@ -213,8 +223,14 @@ def update(
     if state.averaged is not None and config.ema is not None:
         average(state.averaged, state.model, config.ema, step + 1)
     targets = sum(map(count_targets, batches))
-    read = sum(x.inputs.numel() for x in batches if x.inputs.shape == x.targets.shape)
+    read = sum(x.inputs.numel() for x in batches if _holds_tokens(x, dataset))
     return Update(total, grad_norm, targets, read, sums[len(counted) :])
+
+
+def _holds_tokens(batch: Batch, dataset: Dataset) -> bool:
+    """Whether each input is a token with a target; two sentences of a translation may have equal lengths."""
+    of_tokens = getattr(dataset, "task", "tokens") == "tokens"
+    return of_tokens and batch.inputs.shape == batch.targets.shape
 
 
 def _seed(seed: int, step: int, rank: int) -> int:
@@ -233,21 +249,21 @@ def _counters(model: Trainable) -> list[Tensor]:
 
 def _redraw(model: Trainable, step: int, every: int) -> None:
     """Redraw random features and rotations if they are due at this step; saved seeds determine them."""
-    projections = [module for module in model.modules() if isinstance(module, Projection)]
-    if not projections:
-        raise ValueError(
-            "redraw_every is set, but the model has no random features or rotations: use performer, rfa or "
-            "reformer"
-        )
     if step and step % every == 0:
-        for projection in projections:
+        for projection in _projections(model):
             projection.redraw()
 
 
+def _projections(model: Trainable) -> list[Projection]:
+    return [module for module in model.modules() if isinstance(module, Projection)]
+
+
 def identity_of(model: Trainable, dataset: Dataset, config: TrainConfig) -> dict[str, object]:
-    """Describe what must be the same for a checkpoint to be resumed; the first batch stands for the data."""
+    """Describe what must be the same for a checkpoint to be resumed; first batches stand for the data."""
     first = dataset.batch("train", step=0, batch_size=config.batch_size, seed=config.seed)
     data = {"first_batch": checkpoint.fingerprint(first.inputs, first.targets)}
+    for batch in islice(dataset.eval_batches(config.batch_size), 1):
+        data["first_eval_batch"] = checkpoint.fingerprint(batch.inputs, batch.targets)
     return {"train": asdict(config), "model": asdict(model.config), "data": data}
 
 

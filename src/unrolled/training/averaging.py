@@ -8,6 +8,19 @@ from torch import Tensor, nn
 from unrolled.training.interfaces import Trainable
 
 
+def check_averaged(model: Trainable) -> None:
+    """Reject weights of 16 bits, in which averages would not move: each change is below their precision.
+
+    Raises:
+        ValueError: a weight has 16 bits.
+    """
+    for name, x in model.named_parameters():
+        if x.dtype in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"ema is set, but {name} is {x.dtype}: average weights in fp32, which bf16=True also trains"
+            )
+
+
 def averaged_copy(model: Trainable) -> Trainable:
     """Copy a model, to hold averages of its weights."""
     averaged = copy.deepcopy(model)

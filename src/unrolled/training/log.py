@@ -62,7 +62,10 @@ def open_log(
     Raises:
         UnsupportedError: TensorBoard is requested but not installed.
     """
-    board = _summary_writer(path.parent, after) if tensorboard else None
+    board = None
+    if tensorboard:
+        folder, first = path.parent / "tensorboard", 0 if after is None else after + 1
+        board = summary_writer()(str(folder), purge_step=first)
     kept = [] if after is None else [line for line in read_log(path) if line["step"] <= after]
     with replacing_files(path.parent) as staging:
         text = "".join(json.dumps(line) + "\n" for line in kept)
@@ -123,11 +126,16 @@ def progress_bar(enabled: bool) -> Progress:
     )
 
 
-def _summary_writer(folder: Path, after: int | None) -> "SummaryWriter":
+def summary_writer() -> "type[SummaryWriter]":
+    """Return the class that writes for TensorBoard.
+
+    Raises:
+        UnsupportedError: TensorBoard is not installed.
+    """
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise UnsupportedError(
             f"tensorboard=True needs the package tensorboard: {how_to_install('tensorboard')}"
         ) from error
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=0 if after is None else after + 1)
+    return SummaryWriter

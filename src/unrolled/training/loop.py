@@ -15,7 +15,7 @@ from unrolled.training.checkpoint import TrainState
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import EvaluationStoppedError, evaluate
 from unrolled.training.interfaces import Trainable
-from unrolled.training.log import OnLine, RunLog, SilentLog, open_log, progress_bar
+from unrolled.training.log import OnLine, RunLog, SilentLog, open_log, progress_bar, summary_writer
 from unrolled.training.memory import peak_bytes
 from unrolled.training.utilisation import flops_per_token, speed_of_products
 
@@ -112,6 +112,8 @@ def train(
         resumed = resume and _steps.go_back(run_dir, state, identity, config)
         with processes.agreed():
             if processes.first:
+                if tensorboard:
+                    summary_writer()
                 on_start(resumed)
         interrupted = signalled if processes.alone else SignalFlag()
         run = _Run(state, dataset, config, run_dir, identity, dict(metadata or {}), signalled, interrupted)
@@ -175,6 +177,7 @@ class _Run:
                 self._evaluate_if_due(log)
                 if p.step % config.checkpoint_every == 0:
                     self._save_checkpoint()
+            self._evaluate_if_due(log)  # if the time ran out after the evaluation of the last step was due
             self._save_checkpoint()
             if self.interrupted.is_set() and first:
                 bar.console.print(f"Stopped after step {p.step}. Repeat the command to resume.")

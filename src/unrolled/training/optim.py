@@ -27,10 +27,13 @@ def build_optimizers(model: Trainable, config: TrainConfig) -> list[torch.optim.
     its attribute `not_decayed`. Parameters are passed by name, so that the state can be checkpointed by name.
 
     Raises:
-        ValueError: the optimiser is Muon, but no block of the model has a linear layer.
+        ValueError: all parameters are frozen, or the optimiser is Muon, but no block of the model has a
+            linear layer.
         UnsupportedError: the optimiser is Muon, which this version of torch does not have.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError("the model has nothing to train: all of its parameters are frozen")
     matrices = _matrices_of_blocks(model, trained) if config.optimizer == "muon" else []
     orthogonal = {name for name, _ in matrices}
     rest = [(name, p) for name, p in trained if name not in orthogonal]

@@ -57,13 +57,18 @@ class Documents:
 
     Attributes:
         files: the files in order.
-        separator: text between the documents of a text file; None if each text file is one document.
+        separator: text between the documents of a text file, not empty; None if each text file is one
+            document.
         field: key of JSONL objects, or column of Parquet files, that holds the text.
     """
 
     files: Sequence[Path]
     separator: str | None = None
     field: str = "text"
+
+    def __post_init__(self) -> None:
+        if self.separator == "":
+            raise ValueError("separator is '', but must be a text of at least one character, or None")
 
     def pieces(
         self,
@@ -212,7 +217,7 @@ def _of_lines(file: Path, field: str, on_bytes: Callable[[int], object]) -> Iter
                 continue
             try:
                 values = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{file}: line {number} is not JSON: {error}") from error
             if not isinstance(values, dict):
                 raise ValueError(f"{file}: line {number} is {values!r:.60}, but must be a JSON object")
@@ -249,8 +254,10 @@ def _of_rows(file: Path, field: str, on_bytes: Callable[[int], object]) -> Itera
                         )
                     yield text
                 on_bytes(size * read // rows)
-    except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError) as error:
-        raise ValueError(f"{file} is not a Parquet file: {error}") from error
+    except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the system; damaged pages have no number
+        raise ValueError(f"{file} is not a Parquet file, or is damaged: {error}") from error
 
 
 def zstd_module() -> Any:
