@@ -110,3 +110,13 @@ def test_masks_that_a_neighbour_would_get_around_are_refused():
         module(x, attn_mask=torch.ones(5, 5, dtype=torch.bool))
     with pytest.raises(UnsupportedError, match="does not support cross-attention"):
         module(x, x)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+@torch.no_grad()
+def test_half_precision_reads_the_filtered_heads(name):
+    """Reformer projects its queries again, in fp32, to choose their buckets."""
+    module, x = mechanism(name), torch.randn(2, 12, 8, generator=torch.Generator().manual_seed(0))
+    exact = module(x.double())
+    for found in (module.bfloat16()(x.bfloat16()), module.float()(x)):
+        assert (found - exact).abs().median() < 0.03 * exact.abs().max()

@@ -216,6 +216,14 @@ def test_what_cannot_be_is_refused():
             module()(x, global_mask=wrong)
 
 
+def test_sequences_of_a_pack_may_be_too_short_for_a_position():
+    longformer, x = module(window=2, global_tokens=[0, 4]), normal(1, 12, 16)
+    rows = torch.cat([torch.cat([x[:, :3], torch.zeros(1, 6, 16)], 1), x[:, 3:]])
+    padded = longformer(rows, key_padding_mask=torch.arange(9) >= torch.tensor([[3], [9]]))
+    packed = longformer(x, cu_seqlens=torch.tensor([0, 3, 12], dtype=torch.int32))
+    torch.testing.assert_close(packed, torch.cat([padded[:1, :3], padded[1:]], 1))
+
+
 @pytest.mark.parametrize("rotary", [False, True])
 def test_sequences_of_a_pack_have_global_tokens_of_their_own(rotary):
     module = LongformerAttention(8, 2, window=2, rotary=rotary).double()

@@ -264,3 +264,21 @@ def test_identity_rows_are_the_definition():
     weights = torch.einsum("bthd,bshd->bhts", q.relu() + 1e-3, k.relu() + 1e-3)
     expected = torch.einsum("bhts,bshm->bthm", weights / weights.sum(-1, keepdim=True), v)
     torch.testing.assert_close(favor_attention(q, k, v, FavorMap(8, "relu", None))[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_scale_of_a_state_has_a_gradient_in_every_form(dtype):
+    torch.manual_seed(0)
+    module, x = (
+        PerformerAttention(8, 2, causal=True, n_features=8).to(dtype),
+        torch.randn(1, 5, 8, dtype=dtype),
+    )
+    _, state = module.prefill(x[:, :4], module.init_state(1))
+
+    def gradient(run):
+        scale = state.log_scale.detach().requires_grad_()
+        return torch.autograd.grad(run(state._replace(log_scale=scale)).square().sum(), scale)[0]
+
+    of_step = gradient(lambda state: module.step(x[:, 4], state)[0])
+    assert of_step.abs().max() > 0
+    torch.testing.assert_close(gradient(lambda state: module.prefill(x[:, 4:], state)[0]), of_step)

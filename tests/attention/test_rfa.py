@@ -123,6 +123,12 @@ def test_only_directions_count():
     torch.testing.assert_close(phi(q), phi(q * (1 + k.abs().amax(-1, keepdim=True))))
 
 
+def test_a_vector_whose_square_is_zero_has_a_direction():
+    phi, x = feature_map().float(), inputs()[0].float()
+    torch.testing.assert_close(phi(x * 1e-30), phi(x))
+    torch.testing.assert_close(phi(x * 1e30), phi(x))
+
+
 def test_a_vector_without_direction_has_features_and_no_gradient():
     x = torch.zeros(1, 2, 8, dtype=torch.float64, requires_grad=True)
     features = feature_map()(x)

@@ -72,3 +72,11 @@ def test_features_can_be_too_few():
 def test_the_base_is_a_positive_number(base):
     with pytest.raises(ValueError, match="rotary_base is"):
         SoftmaxAttention(16, 2, rotary=True, rotary_base=base)
+
+
+@pytest.mark.parametrize("name", ["softmax", "linear"])
+def test_there_are_no_weights_between_two_sequences(name):
+    module, x = make(name), torch.randn(1, 4, 16, dtype=torch.float64)
+    module.causal = False
+    with pytest.raises(UnsupportedError, match="rotary positions are not defined between two sequences"):
+        module.weights(x, x)

@@ -70,6 +70,16 @@ def test_each_query_keeps_its_largest_scores(sizes, causal, padded, masked, rows
         assert_same(found, expected, inputs, rtol=1e-12, atol=1e-12)
 
 
+def test_a_mask_may_be_wider_than_the_inputs():
+    q, k, v = (x.detach().float() for x in heads(5, 5))
+    mask = normal(5, 5)
+    assert mask.dtype == torch.float64
+    found = topk_attention(q, k, v, 2, attn_mask=mask)
+    exact = topk_attention(q.double(), k.double(), v.double(), 2, attn_mask=mask)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, exact.float())
+
+
 def test_the_reference_of_one_head_is_the_same():
     q, k, v = heads(7, 9, H=1, G=1, B=1)
     found = topk_attention(q, k, v, 3)[0, :, 0]

@@ -73,6 +73,12 @@ def test_without_autograd_the_tape_grows_by_one_entry_a_token():
     assert after.filled.all()
 
 
+@torch.no_grad()
+def test_it_can_be_vectorised_without_autograd():
+    layer, x = LSTMN(3, 4), torch.randn(3, 2, 5, 3)
+    torch.testing.assert_close(torch.func.vmap(layer)(x), layer(x.flatten(0, 1)).unflatten(0, (3, 2)))
+
+
 @pytest.mark.parametrize("name", ["score_size", "tape_length"])
 def test_impossible_sizes_are_refused(name):
     with pytest.raises(ValueError, match=f"{name} is 0, but must be a whole number of at least 1, or None"):

@@ -295,11 +295,13 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
 
         Raises:
             ValueError: an argument of the wrong shape or type.
-            UnsupportedError: the output is not a weighted mean of the values, or `memory` cannot be read.
+            UnsupportedError: the output is not a weighted mean of the values, or `memory` cannot be read, or
+                positions are rotary.
         """
         sequence.refuse("a memory")
         self._check_has_weights()
         self.refuse("cross", memory, "cross-attention")
+        self._check_no_rotary()
         self._check_input("query", query)
         self._check_input("memory", memory)
         masks = Masks(key_padding_mask)
@@ -486,8 +488,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             raise ValueError(f"key has shape {shape(key)}, but must have the {query.shape[0]} rows of query")
         if value is not None and value.shape != key.shape:
             raise ValueError(f"value has shape {shape(value)}, but must be {shape(key)} like key")
-        if self.rotary:
-            raise UnsupportedError("rotary positions are not defined between two sequences; use rotary=False")
+        self._check_no_rotary()
         masked = self._without_padding(key, masks, query)
         if masks.key_padding_mask is not None and value is not None:
             value = masked if value is key else without_padding(value, masks.key_padding_mask)
@@ -527,6 +528,10 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         memory = self._without_padding(memory, Masks(key_padding_mask))
         _, k, v = self.project(memory[:, :0], memory)
         return k, v, key_padding_mask
+
+    def _check_no_rotary(self) -> None:
+        if self.rotary:
+            raise UnsupportedError("rotary positions are not defined between two sequences; use rotary=False")
 
     def _check_has_weights(self) -> None:
         if not self.supports.weights:

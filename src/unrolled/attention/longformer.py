@@ -58,16 +58,10 @@ def global_positions(chosen: int | Sequence[int], n_valid: Tensor, length: int) 
 
     Rows have `n_valid [B]` tokens. A negative position counts from the end of its row. A row that is too
     short for a position has no such global token.
-
-    Raises:
-        ValueError: a position that a row of `length` tokens does not have.
     """
     place = torch.arange(length, device=n_valid.device)
     if isinstance(chosen, int):
         return (place < chosen) & (place < n_valid.unsqueeze(1))
-    for position in chosen:
-        if length and not -length <= position < length:
-            raise ValueError(f"global_tokens has position {position}, but must be below the length {length}")
     at = torch.tensor(chosen, device=n_valid.device, dtype=torch.long)
     at = torch.where(at < 0, at + n_valid.unsqueeze(1), at)  # [B,g]
     beyond = at.new_full((), length)
@@ -88,6 +82,13 @@ def _checked_globals(chosen: int | Sequence[int]) -> int | tuple[int, ...]:
     ):
         return tuple(chosen)
     raise ValueError(f"global_tokens is {chosen!r}, but must be a number of tokens or a list of positions")
+
+
+def _check_within(positions: Sequence[int], length: int) -> None:
+    """Reject positions that no row has, as all of them have this length."""
+    for position in positions:
+        if not -length <= position < length:
+            raise ValueError(f"global_tokens has position {position}, but must be below the length {length}")
 
 
 def _tokens_at(places: Tensor, x: Tensor) -> Tensor:
@@ -275,9 +276,14 @@ class LongformerAttention(SlidingWindow[Globals]):
         if global_mask is not None:
             is_global = global_mask if padding is None else global_mask & ~padding
             return is_global, int(is_global.sum(1).max()) if B else 0
-        n_valid = q.new_full((B,), T, dtype=torch.long) if padding is None else (~padding).sum(1)
         chosen = self.global_tokens
         most = chosen if isinstance(chosen, int) else len(chosen)
+        if padding is not None:
+            n_valid = (~padding).sum(1)
+        else:
+            n_valid = q.new_full((B,), T, dtype=torch.long)
+            if not isinstance(chosen, int) and T:
+                _check_within(chosen, T)
         return global_positions(chosen, n_valid, T), min(most, T)
 
     def _check_global_mask(self, mask: Tensor, x: Tensor) -> None:

@@ -242,7 +242,8 @@ def favor_attention(
     """
     check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     rows, masks = phi.exponential_rows(), Masks(key_padding_mask, None, cu_seqlens)
-    if rows is not None and favor.supports(q, k, v, causal):
+    learned = state is not None and torch.is_grad_enabled() and state.log_scale.requires_grad
+    if rows is not None and not learned and favor.supports(q, k, v, causal):
         return favor.favor_attention(q, k, v, rows, causal=causal, state=state, **masks.of_keys())
     if key_padding_mask is not None:
         k = without_padding(k, key_padding_mask)

@@ -273,8 +273,9 @@ class RfaMap(nn.Module):
             x = x.to(accumulation_dtype(x.dtype))
             scale = self.scale.to(x.dtype).repeat_interleave(x.shape[-2] // len(self.scale), 0)
             zero = (x == 0).all(-1, keepdim=True)  # whose norm has no second derivative
-            length = torch.where(zero, 1, x).norm(dim=-1, keepdim=True)
-            x = torch.where(zero, 0, x / length) * scale
+            x = torch.where(zero, 1, x)
+            x = x / x.detach().abs().amax(-1, keepdim=True)  # or the square of a small number would be 0
+            x = torch.where(zero, 0, x / x.norm(dim=-1, keepdim=True)) * scale
             if rotate is not None:
                 x = rotate(x)
             wx: Tensor = self.projection(x)

@@ -84,6 +84,8 @@ def topk_attention(
     k, v = zero_padding(key_padding_mask, k, v)
     if attn_mask is not None:
         check_attn_mask(attn_mask, (B, H, T, S))
+        if attn_mask.dtype != torch.bool:  # whose numbers the type of the scores may not hold
+            dtype = torch.promote_types(dtype, attn_mask.dtype)
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())].expand(-1, -1, T, S)
         by_head = (1, 1) if attn_mask.shape[1] == 1 else (G, H // G)
         attn_mask = attn_mask.reshape(attn_mask.shape[0], *by_head, T, S)

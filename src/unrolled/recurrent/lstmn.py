@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled.ops.checks import check_key_padding_mask, shape
+from unrolled.ops.checks import check_key_padding_mask, shape, transforming
 from unrolled.ops.precision import without_autocast
 from unrolled.ops.state_checks import CONSTANT, Growing, check_state
 from unrolled.recurrent._layer import RecurrentLayer, uniform
@@ -119,12 +119,14 @@ class LSTMN(RecurrentLayer[LSTMNState]):
     def scan(self, inputs: Tensor, state: LSTMNState, padding: Tensor | None) -> tuple[Tensor, LSTMNState]:
         """Run all steps. A growing tape is allocated once, unless autograd has to keep that of every step.
 
+        `torch.func` transforms do not support writing into it either.
+
         A step at padding uses an entry of the tape, but this entry is never read.
         """
         B, T = inputs.shape[:2]
         if self.tape_length is not None or T == 0:
             return super().scan(inputs, state, padding)
-        S, recording = state.tape.shape[1], torch.is_grad_enabled()
+        S, recording = state.tape.shape[1], torch.is_grad_enabled() or transforming()
         new = inputs.new_ones(B, T, dtype=torch.bool) if padding is None else ~padding
         all_filled = torch.cat([state.filled, new], 1)
         if not recording:

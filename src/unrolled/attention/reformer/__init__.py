@@ -146,9 +146,13 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
         self.rotations = Projection(n_heads, rows, self.head_dim, "independent", seed)
 
     def read_input(self, x: Tensor) -> HashQueries | None:
-        """Project half-precision queries in fp32 again, so that rounding does not change buckets."""
+        """Project half-precision queries in fp32 again, so that rounding does not change buckets.
+
+        With `conv`, buckets are those of the rounded queries, which the convolution has filtered.
+        """
         dtype = accumulation_dtype(x.dtype)
-        if x.dtype == dtype and not torch.is_autocast_enabled(x.device.type):
+        exact = x.dtype == dtype and not torch.is_autocast_enabled(x.device.type)
+        if exact or self.short_conv is not None:
             return None
         width, bias = self.widths[0], self.qkv_proj.bias
         with torch.no_grad(), without_autocast(x.device):
