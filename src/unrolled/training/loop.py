@@ -113,7 +113,7 @@ def train(
         with processes.agreed():
             if processes.first:
                 if tensorboard:
-                    summary_writer()
+                    summary_writer()  # fails if it is not installed, while an earlier run is still whole
                 on_start(resumed)
         interrupted = signalled if processes.alone else SignalFlag()
         run = _Run(state, dataset, config, run_dir, identity, dict(metadata or {}), signalled, interrupted)
