@@ -115,7 +115,10 @@ def test_masks_that_a_neighbour_would_get_around_are_refused():
 @pytest.mark.parametrize("name", RECURRENT)
 @torch.no_grad()
 def test_half_precision_reads_the_filtered_heads(name):
-    """Reformer projects its queries again, in fp32, to choose their buckets."""
+    """Reformer projects its queries again, in fp32, to choose their buckets.
+
+    Rounding may change which keys Reformer and top-k read for a few queries, hence the median.
+    """
     module, x = mechanism(name), torch.randn(2, 12, 8, generator=torch.Generator().manual_seed(0))
     exact = module(x.double())
     for found in (module.bfloat16()(x.bfloat16()), module.float()(x)):

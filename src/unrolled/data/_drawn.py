@@ -45,7 +45,12 @@ class DrawnDataset(BaseDataset):
         return map(self._validation, torch.split(torch.arange(self.val_size), batch_size))
 
     def _validation(self, rows: Tensor) -> Batch:
-        return Batch(self._val.inputs[rows], self._val.targets[rows])
+        """Return these rows of the validation examples, padded to the longest of them."""
+        inputs, targets, padding, *_ = self._val
+        if padding is None:
+            return Batch(inputs[rows], targets[rows])
+        length = int((~padding[rows]).sum(1).max())
+        return Batch(inputs[rows, :length], targets[rows], padding[rows, :length])
 
     def _check(self) -> None:
         """Raise ValueError if options contradict each other."""

@@ -84,13 +84,6 @@ class ListopsDataset(DrawnDataset):
         inputs, padding = padded(drawn)
         return Batch(inputs, torch.tensor([value_of(ids) for ids in drawn]), padding)
 
-    def _validation(self, rows: torch.Tensor) -> Batch:
-        inputs, targets, padding, *_ = self._val
-        assert padding is not None
-        padding = padding[rows]
-        length = int((~padding).sum(1).max())
-        return Batch(inputs[rows, :length], targets[rows], padding[:, :length])
-
     def _expression(self, source: random.Random) -> list[int]:
         for _ in range(ATTEMPTS):
             ids: list[int] = []

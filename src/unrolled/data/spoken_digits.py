@@ -12,7 +12,6 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from unrolled.contract import Batch, Split
 from unrolled.data._base import Task
@@ -82,12 +81,6 @@ class SpokenDigitsDataset(DrawnDataset):
 
     def _draw_validation(self, rng: np.random.Generator) -> Batch:
         return self._utterances("val", rng, self.val_size)
-
-    def _validation(self, rows: Tensor) -> Batch:
-        assert self._val.key_padding_mask is not None  # `as_batch` makes it
-        padding = self._val.key_padding_mask[rows]
-        length = int((~padding).sum(1).max())
-        return Batch(self._val.inputs[rows, :length], self._val.targets[rows], padding[:, :length])
 
     def _utterances(self, split: Split, rng: np.random.Generator, count: int) -> Batch:
         return as_batch([self._utterance(split, rng) for _ in range(count)])
