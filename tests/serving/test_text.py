@@ -53,7 +53,9 @@ def text(request: pytest.FixtureRequest, folder: Path) -> Text:
     return BYTES if request.param == "bytes" else TokenizerText(folder)
 
 
-@pytest.mark.parametrize("given_text", ["the cat", "é€😀 the", "", "\n\t a"])
+@pytest.mark.parametrize(
+    "given_text", ["the cat", "é€😀 the", "", "\n\t a", "\ufffd\ufffd the\ufffd\ufffd\ufffd"]
+)
 def test_what_was_encoded_is_decoded_also_id_by_id(text: Text, given_text: str) -> None:
     ids = text.encode(given_text)
     assert text.decode(ids) == given_text

@@ -96,9 +96,10 @@ class TextReader:
                 return text
         if len(held) <= LONGEST:
             return ""
-        first = held.pop(0)
-        text = self._text([first])
-        self._pass(first)
+        text = self._text(held[:1])
+        size = max(n for n in range(1, len(held)) if self._text(held[:n]) == text)  # a U+FFFD has three bytes
+        self._pass(held[size - 1])
+        del held[:size]
         return text
 
     def _text(self, ids: list[int]) -> str:
