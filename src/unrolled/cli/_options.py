@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-Force = Annotated[bool, typer.Option("--force", help="Overwrite output that this command did not make.")]
+Force = Annotated[bool, typer.Option("--force", help="Also overwrite files that this command did not write.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default cuda if available.")]
 Weights = Literal["fp32", "bf16", "int8", "int4"]  # of `unrolled.decode`, whose import takes torch
 DataDir = Annotated[Path | None, typer.Option(help="Folder of the data files; the same as data.data_dir=...")]

@@ -26,9 +26,11 @@ def attend(
             help="A sentence to translate, or a line of a story that ends with the question; repeatable."
         ),
     ] = None,
-    file: Annotated[Path | None, typer.Option(help="Read --text from a file, one sentence per line.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="File with the texts, one per line, in place of --text.")
+    ] = None,
     example: Annotated[
-        int, typer.Option(min=0, help="Without --text: index of the test question or validation example.")
+        int, typer.Option(min=0, help="Without --text: which test question or validation example, from 0.")
     ] = 0,
     out: Annotated[Path, typer.Option(help="File of the picture.")] = Path("attention.png"),
     beam_size: Annotated[int, typer.Option(min=1, help="Beam size of the translation.")] = 4,

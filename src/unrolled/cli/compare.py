@@ -32,7 +32,11 @@ def compare(
     ] = 1.0,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     seconds: Annotated[
-        float, typer.Option(min=0.0, help="Seconds for all timings of one kind at one length.")
+        float,
+        typer.Option(
+            min=0.0,
+            help="Seconds per length for the forward passes, and as many for forward and backward passes.",
+        ),
     ] = 2.0,
     out: Annotated[Path, typer.Option(help="The folder of the report.")] = Path("runs/compare"),
     force: Force = False,

@@ -27,10 +27,11 @@ def quantize(
 ) -> None:
     """Round the best weights of a run, and write them to a folder, packed for generation on a CPU.
 
-    A weight of a matrix takes 32 bits (fp32), 16 (bf16), 8 (int8) or 4.5 (int4; 8 in the output layer), a
-    weight of an embedding 16, or 32 with fp32, and any other weight 32. If the data of the run can be opened,
-    the loss before and after rounding is measured on the whole validation split, and int4 rounds such that
-    the model changes least on a sample of the training split.
+    A weight of a matrix takes 32 bits (fp32), 16 (bf16), 8 (int8) or 4.5 (int4; 8 in the output
+    layer and in matrices with fewer than 64 outputs). A weight of an embedding takes 16 bits, or 32 with
+    fp32. Any other weight takes 32 bits. If the data of the run can be opened, the loss before and after
+    rounding is measured on the whole validation split, and int4 rounds such that the model changes least on a
+    sample of the training split.
 
     \b
     Examples:

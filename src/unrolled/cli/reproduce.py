@@ -20,7 +20,9 @@ def reproduce(
     *,
     scale: Annotated[
         str | None,
-        typer.Option(help="Scale of the experiment, such as quick or full; by default the first it has."),
+        typer.Option(
+            help="Scale of the experiment, such as quick or full; by default the first in its file."
+        ),
     ] = None,
     only: Annotated[
         str | None, typer.Option(help="Train only these contenders, separated by commas.")

@@ -53,8 +53,8 @@ def tokenize(
 
     No file is held in memory as a whole. Byte pairs are learned from the beginning of every file, in
     proportion to its size, without the documents that are held out. A hash of its text decides whether a
-    document is held out. If that selects none or all of the documents, the last one is held out; of a single
-    document, the end.
+    document is held out. If this selects no document or all of them, only the last one is held out. If there
+    is only one document, its end is held out.
 
     \b
     Examples:

@@ -35,7 +35,7 @@ def transcribe(
     \b
     Examples:
       unrolled transcribe runs/speech hello.wav
-      unrolled transcribe runs/digits one.wav two.flac --beam-size 8
+      unrolled transcribe runs/speech one.wav two.flac --beam-size 8
       unrolled export runs/speech speech.onnx
       unrolled transcribe speech.onnx hello.wav
     """

@@ -3,7 +3,7 @@
     x = norm(word + position + segment)
     x <- norm(x + attend(x)),  x <- norm(x + W2 f(W1 x))
 
-Devlin et al. 2019, arXiv 1810.04805. RoBERTa, Longformer, BigBird and Nystromformer differ in the attention,
+Devlin et al. 2019, arXiv 1810.04805. RoBERTa, Longformer, BigBird and Nyströmformer differ in the attention,
 the first position, and the layer before the output. Each function converts a model of transformers to an
 `Encoder`; `import_weights` selects the function.
 """
@@ -82,7 +82,7 @@ def from_big_bird(model: Foreign, options: Mapping[str, object]) -> Encoder:
 
 
 def from_nystromformer(model: Foreign, options: Mapping[str, object]) -> Encoder:
-    """Nystromformer: landmarks and a convolution; attention is exact if every token is a landmark."""
+    """Nyströmformer: landmarks and a convolution; attention is exact if every token is a landmark."""
     config = model.config
     everything = config.num_landmarks == config.segment_means_seq_len  # at any length
     n_landmarks = config.max_position_embeddings if everything else config.num_landmarks

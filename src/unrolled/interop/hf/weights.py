@@ -37,7 +37,7 @@ REFUSED = {
 def import_weights(source: object, **attention_options: object) -> Decoder | Encoder | PerceiverIO:
     """Make a model that computes the same as a model of transformers, with a copy of its weights.
 
-    BERT, RoBERTa, Longformer, BigBird and Nystromformer become an `Encoder`. A `...Model` becomes an encoder
+    BERT, RoBERTa, Longformer, BigBird and Nyströmformer become an `Encoder`. A `...Model` becomes an encoder
     with output "hidden"; `...ForMaskedLM`, `...ForSequenceClassification`, `...ForTokenClassification` and
     `...ForQuestionAnswering` become encoders with the corresponding outputs. Perceivers for masked language
     modelling, for text classification and for images with Fourier features become a `PerceiverIO`.
