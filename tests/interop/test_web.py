@@ -227,7 +227,9 @@ def test_names_and_vocabularies_are_checked(run, tmp_path):
     odd = Vocabulary(
         "tokenizer", tokenizer=TextTokenizer.learn([], 257).to_json().replace("ByteLevel", "Other")
     )
-    for number, tokenizer in enumerate([odd.tokenizer, "{}", "{"]):
+    lacking = json.loads(TextTokenizer.learn([], 257).to_json())
+    del lacking["model"]["vocab"]["a"]
+    for number, tokenizer in enumerate([odd.tokenizer, json.dumps(lacking), "{}", "{"]):
         folder = tmp_path / f"odd{number}"
         folder.mkdir()
         (folder / "vocabulary.json").write_text(json.dumps({"kind": "tokenizer", "tokenizer": tokenizer}))

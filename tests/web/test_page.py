@@ -13,12 +13,14 @@ from browser import (
     opened,
     resize,
     run,
+    served,
     set_value,
     state,
     wait_for,
 )
 from selenium.webdriver import ActionChains, Keys
 
+from unrolled.interop.web import write_site
 from unrolled.ops.state import nbytes
 
 
@@ -161,6 +163,33 @@ def test_a_run_can_be_stopped(browser, address):
     browser.find_element("id", "run").click()
     wait_for(browser, lambda _: state(browser) == "ready")
     assert browser.find_element("id", "status").text.startswith("Stopped after")
+
+
+def test_a_prompt_may_change_during_a_run(browser, address):
+    opened(browser, address, TEXT)
+    set_value(browser, "prompt", "the")
+    set_value(browser, "count", "20000")
+    browser.find_element("id", "run").click()
+    wait_for(browser, lambda _: "–" not in browser.find_element("css selector", ".time").text)
+    set_value(browser, "prompt", "")
+    browser.find_element("id", "run").click()
+    wait_for(browser, lambda _: state(browser) == "ready")
+    assert browser.find_element("css selector", ".given").text == "the"
+    assert not browser.find_element("id", "run").is_enabled()
+    assert "Type a few characters" in browser.find_element("id", "prompt-fault").text
+    assert not browser.find_element("id", "failure").is_displayed()
+
+
+def test_the_temperature_of_the_export_is_the_default(browser, models, tmp_path):
+    for temperature in ("2", "0.01"):
+        out = tmp_path / temperature / "page"
+        write_site(
+            {"text-linear": models["text-linear"][1]}, out, sampling={"temperature": float(temperature)}
+        )
+        with served(out) as address:
+            opened(browser, address)
+            assert browser.find_element("id", "temperature").get_attribute("value") == temperature
+            assert browser.find_element("css selector", "label:has(#count)").text.startswith("Characters to")
 
 
 def test_a_run_ends_with_the_group_that_it_was_begun_with(browser, address):

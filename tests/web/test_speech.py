@@ -178,6 +178,9 @@ def test_another_group_ends_a_recording(browser):
     press(browser)
     listening(browser)
     browser.find_element("css selector", "input[value='verse']").click()
+    record = browser.find_element("id", "record")
+    wait_for(browser, lambda _: record.get_attribute("textContent") == "Record")
+    assert not record.is_enabled()  # also while the other models are loading
     wait_for(
         browser, lambda _: state(browser) == "ready" and browser.find_element("id", "bench").is_displayed()
     )

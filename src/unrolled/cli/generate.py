@@ -38,7 +38,7 @@ def generate(
         str | None, typer.Option(help="Text to continue; by default a line break, if the model knows it.")
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(help=f"Maximum number of new tokens; by default {DEFAULT_TOKENS}.")
+        int | None, typer.Option(min=0, help=f"Maximum number of new tokens; by default {DEFAULT_TOKENS}.")
     ] = None,
     sampling: dict[str, Any],
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling; random by default.")] = None,

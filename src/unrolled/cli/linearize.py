@@ -30,7 +30,7 @@ def linearize(
     layers: Annotated[str | None, typer.Option(help="Layers to replace, as in 0,2,3; default all.")] = None,
     transfer_steps: Annotated[int, typer.Option(help="Updates of stage 1, attention transfer.")] = 500,
     finetune_steps: Annotated[int, typer.Option(help="Updates of stage 2, fine-tuning.")] = 500,
-    lora: Annotated[int, typer.Option(help="LoRA rank in stage 2; 0 trains all weights.")] = 0,
+    lora: Annotated[int, typer.Option(min=0, help="LoRA rank in stage 2; 0 trains all weights.")] = 0,
     transfer_lr: Annotated[float, typer.Option(help="Peak learning rate of stage 1.")] = 1e-2,
     finetune_lr: Annotated[float, typer.Option(help="Peak learning rate of stage 2.")] = 3e-4,
     length: Annotated[int, typer.Option(help="Tokens per window.")] = 256,
@@ -44,7 +44,8 @@ def linearize(
     """Replace the softmax attention of a trained model and train the new parts: transfer, then fine-tuning.
 
     Stage 1 trains each replaced layer to reproduce the output of softmax attention for the same input.
-    Stage 2 continues with next-token prediction. OUT then holds the model and its tokenizer, linearize.json
+    Stage 2 continues with next-token prediction. Weights are trained in fp32, and saved in the type that they
+    had. OUT then holds the model and its tokenizer, linearize.json
     with the validation loss after each stage, and a log of each stage.
     """
     try:

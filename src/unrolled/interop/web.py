@@ -25,6 +25,7 @@ from unrolled.extras import how_to_install
 from unrolled.files import write_file
 from unrolled.folders import writing_folder
 from unrolled.models.ctc import CTCModel
+from unrolled.models.saving import SavedModel
 
 PACKAGE, VERSION = "onnxruntime-web", "1.30.0"
 BUILDS = {
@@ -101,7 +102,7 @@ def write_site(
         entries: list[Entry] = []
         for name, run in runs.items():
             folder = page / "models" / name
-            model = load_model(run)
+            model = _load(run)
             written: onnx.Manifest | onnx.SpeechManifest
             if isinstance(model, CTCModel):
                 units = data.Vocabulary.load(Path(run))
@@ -130,7 +131,7 @@ def is_page_of(folder: str | Path, runs: Mapping[str, str | Path]) -> bool:
 
     names = _names(Path(folder))
     return names is not None and all(
-        name in runs and onnx.is_export_of(Path(folder) / "models" / name, load_model(runs[name]))
+        name in runs and onnx.is_export_of(Path(folder) / "models" / name, _load(runs[name]))
         for name in names
     )
 
@@ -175,6 +176,11 @@ def runtime_files(folder: str | Path | None = None, *, webgpu: bool = False) -> 
         kept.mkdir(parents=True, exist_ok=True)
         _fetch(found)
     return found
+
+
+def _load(run: str | Path) -> SavedModel:
+    """Read the model of a run, in fp32 as ONNX graphs have it."""
+    return load_model(run).float()
 
 
 def _sources() -> list[Path]:
@@ -278,6 +284,7 @@ def _has_byte_pairs(tokenizer: str) -> bool:
         affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
         return (
             model["type"] == "BPE"
+            and data.byte_letters().keys() <= model["vocab"].keys()
             and plain
             and not affixes
             and words.get("type") == "ByteLevel"

@@ -91,7 +91,7 @@ async function show(name) {
   if (failed.length === results.length) throw failed[0];
 
   const { kind } = entries[0];
-  group = { kind, models: [] };
+  group = { kind, models: [], incomplete: failed.length > 0 };
   results.forEach((result, i) => {
     if (result.status !== "fulfilled") return;
     const [entry, engine] = [entries[i], result.value];
@@ -195,7 +195,9 @@ function prepare() {
   $("text-input").hidden = image;
   $("run").textContent = image ? "Complete it" : "Write on";
   $("status").textContent = "";
-  $("temperature").value = engine.manifest.sampling.temperature;
+  const { temperature } = engine.manifest.sampling;
+  $("temperature").max = Math.max($("temperature").max, temperature);
+  $("temperature").value = temperature;
   describeTemperature();
   if (image) {
     const [height, width, channels = 1] = engine.vocabulary.shape;
@@ -208,6 +210,7 @@ function prepare() {
     $("rows").value = pad.rows;
   } else {
     $("prompt").value = vocabulary.opening();
+    $("count-unit").textContent = vocabulary.characters ? "Characters" : "Tokens";
     const room = Math.min(...group.models.map((model) => model.engine.room(0)), LONGEST);
     $("count").max = room;
     $("count").value = Math.min($("count").defaultValue, room);
@@ -231,10 +234,8 @@ function order() {
   return { prompt, count: Math.min(Math.max(1, Math.round(Number($("count").value)) || 1), room, LONGEST), room };
 }
 
-/** Show the given part, and the part that is not generated yet. */
-function refresh() {
-  if (!group || stop || group.kind === "speech") return;
-  $("rows-shown").textContent = `${pad.rows} of ${pad.height}`;
+/** Return the order if the input is valid; else say why it is not, and allow no run. */
+function check() {
   let found;
   try {
     found = order();
@@ -245,16 +246,27 @@ function refresh() {
     $("prompt").setAttribute("aria-invalid", "true");
   }
   $("run").disabled = !found;
+  return found;
+}
+
+/** Show the given part, and the part that is not generated yet. Return whether the input is valid. */
+function refresh() {
+  if (!group || stop || group.kind === "speech") return false;
+  $("rows-shown").textContent = `${pad.rows} of ${pad.height}`;
+  const found = check();
   for (const model of group.models) Object.assign(model, { ids: [], points: [], times: [], last: null });
   group.order = found ?? { prompt: [], count: 1 };
+  group.given = $("prompt").value;
   paint(true);
+  return Boolean(found);
 }
 
 // --- the run ---------------------------------------------------------------------------------------------------------
 
 /** Let the models generate in turn, one token each, until all are done or the user stops them. */
 async function run() {
-  refresh();
+  if (!refresh()) return;
+  if (!group.incomplete) $("failure").hidden = true; // of an earlier run
   const { prompt, count, room } = group.order;
   const seed = Number($("seed").value) >>> 0;
   let going = group.models.map((model) => {
@@ -290,6 +302,7 @@ async function run() {
   } finally {
     stop = undefined;
     $("run").textContent = label;
+    check(); // the input may have changed during the run
     for (const model of group.models) window.unrolled.runs[model.name] = { prompt, ids: model.ids, bytes: model.bytes };
   }
   paint(true);
@@ -351,7 +364,7 @@ function paint(all) {
       model.made.setAttribute("role", "img");
       model.made.setAttribute("aria-label", `Image by ${model.title}, ${model.ids.length} of ${count} pixels made`);
     } else {
-      const given = Object.assign(document.createElement("span"), { className: "given", textContent: $("prompt").value });
+      const given = Object.assign(document.createElement("span"), { className: "given", textContent: group.given });
       model.made.replaceChildren(given, model.ids.length ? model.text : "");
       model.made.scrollTop = model.made.scrollHeight;
     }

@@ -33,6 +33,7 @@ export class Speech {
   leave() {
     this.models = [];
     this.stop?.();
+    this.offer(false);
   }
 
   say(status, fault = "") {
@@ -48,6 +49,7 @@ export class Speech {
   }
 
   async recorded() {
+    const { models } = this;
     const stopped = new Promise((resolve) => (this.stop = resolve));
     this.offer(false);
     try {
@@ -55,6 +57,7 @@ export class Speech {
       return await record(this.models[0].engine.manifest.rate, stopped, started);
     } finally {
       this.stop = undefined;
+      this.offer(models !== this.models && this.models.length > 0); // other models may be shown by now
     }
   }
 
@@ -73,7 +76,6 @@ export class Speech {
     try {
       const samples = await read();
       if (gone()) return;
-      this.offer(false);
       this.say("Transcribing.");
       window.unrolled.sound = samples;
       for (const { name, engine, card } of models) {

@@ -126,14 +126,17 @@ def test_the_cache_of_linear_attention_has_constant_size(ids):
     assert sizes[0] == sizes[1] == model(ids).past_key_values.nbytes()
 
 
+@pytest.mark.parametrize("in_config", [True, False])
 @pytest.mark.parametrize("pad", [0, 99])
-def test_rows_that_have_ended_are_fed_padding(ids, pad):
+def test_rows_that_have_ended_are_fed_padding(ids, pad, in_config):
     model = make("softmax")
     free = generate(model, ids).sequences
     other = set(free[1, 7:].tolist())
     end = next(token for token in free[0, 7:].tolist() if token not in other)
-    model.generation_config.pad_token_id = pad
-    ended = generate(model, ids, eos_token_id=end).sequences
+    if in_config:
+        model.generation_config.pad_token_id = pad
+    given = {} if in_config else {"pad_token_id": pad}
+    ended = generate(model, ids, eos_token_id=end, **given).sequences
     stop = free[0].tolist().index(end, 7) + 1
     assert torch.equal(ended[0, :stop], free[0, :stop])
     assert (ended[0, stop:] == pad).all()

@@ -1,6 +1,7 @@
 """The classes for transformers compute the same as our models, and survive saving and loading."""
 
 import json
+from functools import partial
 
 import peft
 import pytest
@@ -184,6 +185,39 @@ def test_a_new_head_starts_as_in_a_new_model(ids, tmp_path):
     assert torch.equal(model.model.embedding.weight, masked.model.embedding.weight)
 
 
+def test_a_head_with_a_hidden_layer_may_be_missing(tmp_path):
+    make(kind=hf.UnrolledForMaskedLM, head_hidden="gelu").save_pretrained(tmp_path)
+    AutoModel.from_pretrained(tmp_path).save_pretrained(tmp_path / "bare")
+    model = AutoClassifier.from_pretrained(tmp_path / "bare")
+    assert 0.005 < model.model.head_hidden.dense.weight.std() < 0.05
+
+
+def test_the_folder_may_be_named_by_keyword_and_hold_files_of_others(ids, tmp_path):
+    adapter = tmp_path / "adapter_model.safetensors"
+    save_file({"x": torch.zeros(2)}, adapter)
+    before = adapter.read_bytes()
+    model = make()
+    model.save_pretrained(tmp_path)
+    assert adapter.read_bytes() == before
+    adapter.write_bytes(b"damaged")
+    model.save_pretrained(tmp_path)
+    again = hf.UnrolledForCausalLM.from_pretrained(pretrained_model_name_or_path=tmp_path)
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_weights_on_several_devices_are_refused_where_a_state_is_needed(ids, tmp_path):
+    make(n_layers=4).save_pretrained(tmp_path)
+    places = {"model.embedding": "cpu", "model.stack": "disk", "model.head": "cpu"}
+    places |= {f"model.{name}": "cpu" for name, _ in make().model.named_children() if name not in ("stack",)}
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, device_map=places, offload_folder=tmp_path / "offload"
+    )
+    assert torch.isfinite(model(ids, use_cache=False).logits).all()
+    for call in (model, partial(model.generate, max_new_tokens=2)):
+        with pytest.raises(UnsupportedError, match="the weights are on several devices"):
+            call(ids)
+
+
 def test_gradient_checkpointing_changes_no_gradient(ids):
     model = make().train()
     model(ids, labels=ids).loss.backward()
@@ -253,6 +287,7 @@ def test_a_wrong_field_gets_one_sentence(fields, sentence):
         (lambda ids: make()(torch.full((1, 1), 17)), ValueError, "holds ids from 17 to 17, but they must be in"),
         *((lambda ids, kind=kind: make(kind=kind)(ids[0]), ValueError, r"input_ids has shape \[7\], but must have \[batch, length\]") for kind in CLASSES),
         (lambda ids: make().resize_token_embeddings(20), UnsupportedError, "the vocabulary of a model is fixed"),
+        (lambda ids: make(output_hidden_states=True)(ids), UnsupportedError, "output_hidden_states is given, but not supported"),
         (lambda ids: make().set_input_embeddings(None), UnsupportedError, "the vocabulary of a model is fixed"),
     ],
 )  # fmt: skip

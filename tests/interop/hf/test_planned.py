@@ -80,6 +80,8 @@ def test_weights_may_be_rounded(steps):
     assert steps == ["int8"] * 2
     with pytest.raises(UnsupportedError, match="performer attention"):
         make("performer").float().generate(prompts(), max_new_tokens=3, weights="bf16")
+    with pytest.raises(UnsupportedError, match="weights is 'int8', but a plan needs the cache"):
+        model.generate(prompts(), max_new_tokens=3, weights="int8", use_cache=False)
 
 
 def test_models_that_a_plan_cannot_run_generate_by_themselves(steps):

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from unrolled.interop import hf
-from unrolled.interop.hf.recipe import Recipe, train_linearized
+from unrolled.interop.hf.recipe import Recipe, run, train_linearized
 from unrolled.interop.hf.text import TokenizedText
 from unrolled.interop.hf.transfer import AttentionTransfer, FineTuning, LanguageModel, finetune, transfer
 from unrolled.training import TrainConfig, train
@@ -220,6 +220,20 @@ def test_the_command_runs_both_stages_and_can_be_repeated(folder, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
     with pytest.raises(ValueError, match=r"model\.safetensors or config\.json was changed after it was"):
         hf.load_linearized(tmp_path)
+
+
+def test_weights_in_16_bits_are_trained_in_32_and_saved_in_16(folder, teacher, tmp_path):
+    teacher.bfloat16().save_pretrained(tmp_path / "half")
+    make_tokenizer().save_pretrained(tmp_path / "half")
+    small = TrainConfig(steps=2, batch_size=4, lr=1e-5, warmup_steps=1, weight_decay=0.0, eval_every=2)
+    recipe = Recipe(transfer=None, finetune=small)
+    run(str(tmp_path / "half"), tmp_path / "out", [folder / "text.txt"], recipe, length=32)
+    trained = load_file(tmp_path / "out" / "finetune" / "trained.safetensors")
+    start = teacher.model.layers[0].mlp.up_proj.weight
+    found = next(x for name, x in trained.items() if name.endswith("layers.0.mlp.up_proj.weight"))
+    assert found.dtype == torch.float32
+    assert (found != start).float().mean() > 0.9  # in bfloat16, such small updates change no weight
+    assert hf.load_linearized(tmp_path / "out").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
-from unrolled.interop.hf._model import Count, UnrolledPreTrainedModel, encode, refuse_others
+from unrolled.interop.hf._model import Count, UnrolledPreTrainedModel, encode
 from unrolled.interop.hf.config import UnrolledConfig
 from unrolled.models import Encoder
 
@@ -54,7 +54,7 @@ class EncoderModel(UnrolledPreTrainedModel):  # type: ignore[no-untyped-call]
             ValueError: a mask or token is out of range, or segments are given to a model without segments.
         """
         n_items = others.pop("num_items_in_batch", None) if self.accepts_loss_kwargs else None
-        refuse_others(others)
+        self._refuse(others)
         logits, padding = encode(self.model, input_ids, attention_mask, token_type_ids, global_attention_mask)
         loss = None if labels is None else self._loss(logits, labels, padding, n_items)
         return self._returned(self._output_type(loss=loss, logits=logits), return_dict)

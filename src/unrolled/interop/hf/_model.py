@@ -19,6 +19,8 @@ from unrolled.models.saving import CONFIG_FILE
 Output = TypeVar("Output", bound=ModelOutput)
 Count = Tensor | int | None
 """The number of labels by which a summed loss is divided; None for a mean over the batch."""
+OUTPUTS = ("output_attentions", "output_hidden_states")  # of other models; configs may have them too
+HEADS = ("model.head.", "model.head_hidden.")
 FIXED_VOCABULARY = "the vocabulary of a model is fixed: make a model of another vocab_size instead"
 
 
@@ -52,7 +54,13 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         raise NotImplementedError
 
     @classmethod
-    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *args: Any,
+        output_loading_info: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         """Read a model that `save_pretrained` wrote; see `PreTrainedModel.from_pretrained`.
 
         The output layer may be missing, as when a model is fine-tuned to another task; then it keeps its
@@ -61,7 +69,8 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         Raises:
             ValueError: any other tensor is missing, or a file of a local folder is damaged or was changed.
         """
-        local = Path(str(args[0])) / str(kwargs.get("subfolder", ""))
+        source = pretrained_model_name_or_path
+        local = Path(str(source)) / str(kwargs.get("subfolder", ""))
         documents = {}
         if (local / CONFIG_FILE).exists():
             UnrolledConfig.from_pretrained(local)  # before the digest, since its error names a missing field
@@ -69,14 +78,14 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         kwargs["use_safetensors"] = True  # the pickle format can execute code
         loaded: Any
         try:
-            loaded = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+            loaded = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
-            raise ValueError(f"a weights file of {args[0]} is not readable: {error}") from error
+            raise ValueError(f"a weights file of {source} is not readable: {error}") from error
         model: Self
         model, info = loaded
         model.model.documents = documents
         absent = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
-        if lost := sorted(name for name in absent if not name.startswith("model.head.")):
+        if lost := sorted(name for name in absent if not name.startswith(HEADS)):
             raise ValueError(
                 f"{model.name_or_path} lacks {len(lost)} tensors of {cls.__name__}, the first is {lost[0]!r}"
             )
@@ -147,19 +156,19 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         )
         return loss
 
+    def _refuse(self, others: Mapping[str, object]) -> None:
+        """Refuse arguments that only other models have, unless they are None or False, as peft passes them.
+
+        Raises:
+            UnsupportedError: one of them has another value, here or in the config.
+        """
+        of_config = {name: getattr(self.config, name, False) for name in OUTPUTS}
+        for name, value in (of_config | dict(others)).items():
+            if value is not None and value is not False:
+                raise UnsupportedError(f"{name} is given, but not supported; leave it out")
+
     def _init_weights(self, module: nn.Module) -> None:
         """Do nothing: the models initialise their own weights."""
-
-
-def refuse_others(others: Mapping[str, object]) -> None:
-    """Refuse arguments that only other models have, unless they are None or False, as peft passes them.
-
-    Raises:
-        UnsupportedError: one of them has another value.
-    """
-    for name, value in others.items():
-        if value is not None and value is not False:
-            raise UnsupportedError(f"{name} is given, but not supported; leave it out")
 
 
 def key_padding_mask(attention_mask: Tensor | None, input_ids: Tensor, seen: int = 0) -> Tensor | None:

@@ -25,7 +25,8 @@ class Generation:
     """
 
     def __init__(self, model: Decoder, weights: Weights | None) -> None:
-        self.model = model
+        self.model, self.weights = model, weights
+        self.pad: int | None = None  # the id of padding, in this call only
         self._steps = 0
         self._plan = None if weights is None else plan(model, weights)
         self._possible = weights is not None or (unasked() and not _drops(model))
@@ -69,7 +70,13 @@ def generation(model: Decoder, weights: Weights | None, cache: StateCache | None
         made.finish(cache)
 
 
+def current(model: Decoder) -> Generation | None:
+    """Return the call of `generate` of this model in this thread, if there is one."""
+    made = _current.get()
+    return None if made is None or made.model is not model else made
+
+
 def reader(model: Decoder, state: Parts, tokens: int) -> tuple[Decoder | Plan, Parts]:
     """Return the plan that reads the next tokens inside `generation` of this model, else the model."""
-    made = _current.get()
-    return (model, state) if made is None or made.model is not model else made.reader(state, tokens)
+    made = current(model)
+    return (model, state) if made is None else made.reader(state, tokens)

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from unrolled.contract import UnsupportedError
 from unrolled.decode import PlanState
 from unrolled.interop.hf._model import key_padding_mask, without_padding
 from unrolled.interop.hf._planned import reader
@@ -46,6 +47,11 @@ class ReadsTokens:
         return key_padding_mask(attention_mask, input_ids, seen)
 
     def _read(self, tokens: Tensor, layer: StateLayer, padding: Tensor | None) -> Tensor:
+        if len(set((getattr(self, "hf_device_map", None) or {}).values())) > 1:
+            raise UnsupportedError(
+                "the weights are on several devices, where the model cannot continue a state; load it on one "
+                "device, or call it with use_cache=False"
+            )
         state = self.model.init_state(len(tokens)) if layer.state is None else layer.state
         runner: Any  # the model or a plan, with a state in its own form
         out: Tensor

@@ -7,9 +7,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from unrolled.contract import UnsupportedError
 from unrolled.decode.packing import Weights
-from unrolled.interop.hf._model import Count, UnrolledPreTrainedModel, refuse_others
-from unrolled.interop.hf._planned import generation
+from unrolled.interop.hf._model import Count, UnrolledPreTrainedModel
+from unrolled.interop.hf._planned import current, generation
 from unrolled.interop.hf._reading import ReadsTokens
 from unrolled.interop.hf.cache import StateCache
 from unrolled.interop.hf.config import UnrolledConfig
@@ -70,7 +71,7 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
             UnsupportedError: the mask is a mask of query-key pairs, or one of `others` is given.
             ValueError: the cache is of another model or batch, or a mask or token is out of range.
         """
-        refuse_others(others)
+        self._refuse(others)
         otherwise = self.config.use_cache and labels is None
         logits, padding, cache = self._run(input_ids, attention_mask, past_key_values, use_cache, otherwise)
         loss = None if labels is None else self._loss(logits, labels, padding, num_items_in_batch)
@@ -100,7 +101,7 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
             kwargs: as for `GenerationMixin.generate`.
 
         Raises:
-            UnsupportedError: `weights` is given, but a plan cannot run the model.
+            UnsupportedError: `weights` is given, but a plan cannot run the model, or `use_cache` is False.
             ValueError: `past_key_values` has read all of the inputs, or positions that do not match
                 `attention_mask`.
         """
@@ -142,13 +143,21 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
         done: bool = super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, *args, **kwargs
         )
+        call, pad = current(self.model), generation_config.pad_token_id
+        if call is not None:
+            call.pad = pad if isinstance(pad, int) else None
         if generation_config.use_cache is not False:
             model_kwargs.setdefault("past_key_values", StateCache())
+        elif call is not None and call.weights is not None:
+            raise UnsupportedError(
+                f"weights is {call.weights!r}, but a plan needs the cache; leave out use_cache=False"
+            )
         return done
 
     def _padding(self, attention_mask: Tensor | None, input_ids: Tensor, seen: int) -> Tensor | None:
         padding = super()._padding(attention_mask, input_ids, seen)
-        pad = self.generation_config.pad_token_id
+        call = current(self.model)
+        pad = self.generation_config.pad_token_id if call is None or call.pad is None else call.pad
         if not isinstance(pad, int) or 0 <= pad < self.model.n_ids:
             return padding
         also = input_ids == pad

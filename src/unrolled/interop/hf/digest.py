@@ -21,7 +21,7 @@ def seal(folder: str | Path, documents: Mapping[str, object] | None = None) -> N
         documents: JSON values by the names of their files, such as a vocabulary.
     """
     folder, documents = Path(folder), documents or {}
-    weights = sorted(folder.glob("*.safetensors"))
+    weights = _weights_files(folder)
     if not weights:
         return
     for name, value in documents.items():
@@ -40,7 +40,7 @@ def check(folder: str | Path) -> dict[str, object]:
         ValueError: a file was changed after it was saved, or cannot be read.
     """
     found: dict[str, object] = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
+    for file in _weights_files(Path(folder)):
         found |= check_digest(file, lambda name: _document(Path(folder), name))
     return {name: value for name, value in found.items() if name != CONFIG_FILE}
 
@@ -54,6 +54,11 @@ def replaced_by_shards(folder: str | Path) -> list[Path]:
     number = "-?????-of-?????"
     stems = {file.stem[: -len(number)] for file in Path(folder).glob(f"*{number}.safetensors")}
     return [file for file in Path(folder).glob("*.safetensors") if file.stem in stems]
+
+
+def _weights_files(folder: Path) -> list[Path]:
+    """Return the weights files of the model in a folder, without those of others, such as adapters."""
+    return sorted(folder.glob("model*.safetensors"))
 
 
 def _document(folder: Path, name: str) -> object:

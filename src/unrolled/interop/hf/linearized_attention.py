@@ -71,6 +71,7 @@ class LinearizedAttention(nn.Module):
         """
         refuse("a model of transformers, which counts positions itself,")
         x, mechanism = hidden_states, self.mechanism
+        entry = None if past_key_values is None else self._entry(past_key_values)
         padding = padding_of(attention_mask, x.shape[1], causal=mechanism.causal)
         if padding is not None and not mechanism.supports.padding:
             raise UnsupportedError(
@@ -79,11 +80,11 @@ class LinearizedAttention(nn.Module):
         if padding is not None:
             x = without_padding(x, padding)
         projected = self._project(x, position_embeddings)
-        if past_key_values is None:
+        if entry is None:
             masks = Masks(padding)
             o = mechanism.attend(mechanism.heads_of(projected, x, masks), masks)
         else:
-            o = self._continue(x, projected, padding, self._entry(past_key_values))
+            o = self._continue(x, projected, padding, entry)
         y = mechanism.merge_heads(o, x)
         return (y if self.after is None else self.after(y, x)), None
 

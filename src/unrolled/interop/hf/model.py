@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from unrolled.contract import UnsupportedError
-from unrolled.interop.hf._model import UnrolledPreTrainedModel, encode, refuse_others
+from unrolled.interop.hf._model import UnrolledPreTrainedModel, encode
 from unrolled.interop.hf._reading import ReadsTokens
 from unrolled.interop.hf.cache import StateCache
 from unrolled.interop.hf.config import UnrolledConfig
@@ -62,7 +62,7 @@ class UnrolledModel(ReadsTokens, UnrolledPreTrainedModel):  # type: ignore[no-un
                 given segments, or one of `others` is given.
             ValueError: the cache is of another model or batch, or a mask or token is out of range.
         """
-        refuse_others(others)
+        self._refuse(others)
         cache = None
         if self.config.is_decoder:
             if token_type_ids is not None:

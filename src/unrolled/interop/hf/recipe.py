@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -44,6 +44,10 @@ class Recipe:
     finetune: TrainConfig | None = field(default_factory=TrainConfig)
     lora: int = 0
 
+    def __post_init__(self) -> None:
+        if self.lora < 0:
+            raise ValueError(f"lora is {self.lora}, but must be at least 0")
+
 
 def run(
     path: str,
@@ -57,6 +61,8 @@ def run(
     force: bool = False,
 ) -> dict[str, float]:
     """Linearize and train the causal language model at `path`, and save it with its tokenizer in `out`.
+
+    The model is trained in fp32, and saved in the dtype that it had.
 
     Returns:
         Validation losses in nats per token: "before" and "right after" the replacement, and after the stages
@@ -75,7 +81,8 @@ def run(
     if config.get(RECORD):
         raise ValueError(f"{path} was linearized before, but must be the model that it was made from")
     try:
-        teacher = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True)
+        # In fp32, because small updates of 16-bit weights are rounded away.
+        teacher = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ValueError(
@@ -85,10 +92,16 @@ def run(
     data = TokenizedText(files, tokenizer, length=length, val_fraction=val_fraction)
     model, losses = train_linearized(teacher, data, recipe, out, resume=resume)
     with writing_folder(out) as folder:
-        model.save_pretrained(folder)
+        model.to(_saved_dtype(config)).save_pretrained(folder)  # type: ignore[arg-type]
         digest.seal(folder)
         tokenizer.save_pretrained(folder)
     return losses
+
+
+def _saved_dtype(config: Mapping[str, object]) -> torch.dtype:
+    """Return the dtype of the weights in a folder, as its config says; fp32 if it does not."""
+    found = getattr(torch, str(config.get("dtype", config.get("torch_dtype"))), None)
+    return found if isinstance(found, torch.dtype) else torch.float32
 
 
 def _began_with(out: Path, teacher: PreTrainedModel) -> bool:
