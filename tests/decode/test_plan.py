@@ -222,6 +222,10 @@ def replace_a_forward(model):
     model.stack.blocks[0].ff.forward = lambda x: x
 
 
+def replace_a_feature_map(model):
+    model.stack.blocks[1].attention.feature_map.phi = lambda x: x.square() + 0.1
+
+
 UNSUPPORTED = {
     "mechanism": (of("aft"), None, "aft attention"),
     "dilated window": (of("window", window=3, dilation=2), None, r"dilation \(2, 2, 2, 2\)"),
@@ -232,6 +236,7 @@ UNSUPPORTED = {
     "device": ({}, lambda m: m.to("meta"), "on meta"),
     "hook": ({}, hook, "stack.blocks.1.ff.up, which has hooks"),
     "forward": ({}, replace_a_forward, "stack.blocks.0.ff, which has hooks or a forward of its own"),
+    "feature map": ({}, replace_a_feature_map, "the feature map Elu"),
     "parametrized": (
         {},
         lambda m: nn.utils.parametrizations.weight_norm(m.stack.blocks[0].ff.up),
@@ -249,6 +254,44 @@ def test_it_says_what_it_cannot_run(options, change, reason):
         plan(model)
 
 
+def test_a_hook_of_all_modules_is_called_by_none_of_a_plan():
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(UnsupportedError, match="the model, which has hooks"):
+            plan(decoder())
+    finally:
+        hook.remove()
+
+
+def test_planning_changes_no_weight():
+    model, ids = decoder(), tokens()
+    model.embedding.max_norm = 0.5
+    before = model.embedding.weight.clone()
+    p = plan(model)
+    assert torch.equal(model.embedding.weight, before)
+    with torch.no_grad():
+        torch.testing.assert_close(p.prefill(ids, p.init_state(3))[0], model(ids), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "delta rule, gated", "learned positions", "map taylor", "pixels"])
+def test_the_default_type_and_device_of_new_tensors_do_not_matter(name):
+    model, ids = decoder(**MODELS[name]), tokens()
+    expected, state = plan(model).prefill(ids, plan(model).init_state(3))
+    drawn = plan(model).generate(ids[:, :5], 4, seed=0)
+    for default, device in ((torch.bfloat16, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")):
+        torch.set_default_dtype(default)
+        try:
+            with torch.device(device):
+                p = plan(model)
+                found, after = p.prefill(ids, p.init_state(3))
+                again = p.generate(ids[:, :5], 4, seed=0)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert torch.equal(found, expected)
+        assert all(map(torch.equal, after, state))
+        assert all(map(torch.equal, again, drawn))
+
+
 def test_other_models_are_refused():
     with pytest.raises(UnsupportedError, match="cannot run a Encoder"):
         plan(Encoder(EncoderConfig(vocab_size=5, d_model=8, n_heads=2, n_classes=3)))
@@ -263,6 +306,8 @@ def test_wrong_input_is_one_sentence():
         p.step(torch.tensor([V]), p.init_state(1))
     with pytest.raises(ValueError, match=r"tokens is torch\.float32"):
         p.prefill(torch.zeros(1, 2), p.init_state(1))
+    with pytest.raises(ValueError, match="state is not one of the model of this plan"):
+        p.from_model(decoder(**MODELS["softmax"]).init_state(1))
     with pytest.raises(ValueError, match="state is a DecoderState, but must be a PlanState"):
         p.step(torch.tensor([1]), model.init_state(1))
     with pytest.raises(ValueError, match="must be of this plan, with 2 rows"):
@@ -271,6 +316,37 @@ def test_wrong_input_is_one_sentence():
         ValueError, match=f"the input has length 15, but must have at most max_length = {LENGTH}"
     ):
         p.prefill(tokens(length=LENGTH + 1), p.init_state(3))
+
+
+def test_a_state_may_have_any_strides_but_only_its_own_types():
+    p, token = plan(decoder(**MODELS["hybrid"])), torch.tensor([1, 2, 3])
+    _, state = p.prefill(tokens(), p.init_state(3))
+    expected, _ = p.step(token, state)
+    turned = state._replace(
+        fixed=state.fixed.T.contiguous().T, cache=state.cache.transpose(1, 2).contiguous().transpose(1, 2)
+    )
+    assert torch.equal(p.step(token, turned)[0], expected)
+    with pytest.raises(ValueError, match="state is not contiguous, but must be so with in_place=True"):
+        p.step(token, turned, in_place=True)
+    for wrong in (
+        state._replace(fixed=state.fixed.half()),
+        state._replace(cache=state.cache.double()),
+        state._replace(position=state.position.int()),
+        state._replace(cache=state.cache[:, :15].contiguous()),
+    ):
+        with pytest.raises(ValueError, match=r"state has the types .* as this plan makes it"):
+            p.step(token, wrong)
+
+
+def test_each_row_may_read_as_many_tokens_as_it_has_positions():
+    p, ids = plan(decoder(**MODELS["learned positions"])), tokens(rows=2)
+    first, second = (torch.arange(n).expand(2, n) for n in (10, 10))
+    rows = torch.tensor([[10], [0]])
+    _, state = p.prefill(ids[:, :10], p.init_state(2), key_padding_mask=first >= rows)
+    logits, state = p.prefill(ids[:, :10], state, key_padding_mask=second >= 12 - rows.clamp(min=2))
+    assert state.position.tolist() == [12, 10]
+    alone, _ = p.prefill(ids[1:, :10], p.init_state(1))
+    torch.testing.assert_close(logits[1], alone[0], rtol=1e-5, atol=1e-5)
 
 
 def test_a_state_at_an_impossible_position_is_refused():

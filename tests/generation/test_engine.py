@@ -196,6 +196,15 @@ def test_nothing_to_do() -> None:
         ({"prompt_ids": [[1], [-1]]}, r"prompt_ids\[1\] holds the token id -1"),
         ({"prompt_ids": [[]]}, r"prompt_ids\[0\] is empty, but this model has no start symbol"),
         ({"prompt_ids": [1, 2]}, r"prompt_ids\[0\] is 1, but must be a sequence of token ids"),
+        (
+            {"prompt_ids": [[None]]},
+            r"prompt_ids\[0\] is \[None\], but must be whole numbers of at most 64 bits",
+        ),
+        ({"prompt_ids": [[1, [2]]]}, r"prompt_ids\[0\] is \[1, \[2\]\], but must be whole numbers"),
+        (
+            {"prompt_ids": [[2**70]]},
+            r"prompt_ids\[0\] is \[1180591620717411303424\], but must be whole numbers",
+        ),
         ({"prompt_ids": ["ab"]}, r"prompt_ids\[0\] is 'ab', but must be a sequence of token ids"),
         ({"prompt_ids": [[0.5]]}, r"is torch.float32 of shape \[1\], but must be whole"),
         ({"prompt_ids": torch.ones(3).long()}, r"prompt_ids has shape \[3\], but must be \[B, T\]"),

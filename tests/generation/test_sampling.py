@@ -59,6 +59,16 @@ def test_top_p_takes_the_lower_ids_among_equals() -> None:
     assert kept(sampling.top_k(torch.zeros(1, 1000), 3)) == [{0, 1, 2}]
 
 
+def test_top_p_adds_probabilities_up_in_their_order() -> None:
+    """So does the C++ loop: other sums, such as the sum up to a token less its own share, round otherwise."""
+    for n in range(2, 40):
+        for k in range(1, n):
+            before, count = 0.0, 0
+            while before < k / n:
+                before, count = before + 1 / n, count + 1
+            assert kept(sampling.top_p(torch.zeros(1, n), k / n)) == [set(range(count))]
+
+
 def test_top_p_of_one_keeps_even_what_rounding_would_lose() -> None:
     assert kept(sampling.top_p(torch.tensor([[0.0, -200.0]]), 1.0)) == [{0, 1}]
 

@@ -56,6 +56,13 @@ def test_outputs_and_gradients_are_as_exact_as_torchs(runs, transposed):
         assert (ours - y).norm() <= 2 * (theirs - y).norm() + 1e-7 * y.norm()
 
 
+def test_a_bias_may_have_any_stride(runs):
+    x, weight, _, _ = tensors()
+    for bias in (torch.randn(1).expand(96), torch.randn(192)[::2]):
+        torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias))
+    assert len(runs) == 2
+
+
 def test_rows_that_are_parts_of_longer_rows_take_hardly_longer(runs):
     """oneDNN would take 1,000 times as long: in the output for the weight, in the gradient for the input."""
 

@@ -54,3 +54,17 @@ def test_evaluation_and_the_ends_are_torchs(p):
         assert torch.equal(Dropout(p)(x), torch.nn.Dropout(p)(x))
     with pytest.raises(ValueError, match="dropout probability"):
         Dropout(1.5)
+
+
+def test_what_torch_makes_by_default_does_not_matter():
+    x = torch.ones(40, 50)
+    torch.manual_seed(0)
+    expected = Dropout(0.3)(x)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            torch.manual_seed(0)
+            found = Dropout(0.3)(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)

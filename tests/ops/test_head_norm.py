@@ -37,3 +37,5 @@ def test_zero_stays_zero_with_a_finite_gradient():
 def test_other_sizes_are_refused():
     with pytest.raises(ValueError, match=r"x has shape \[1, 2, 4\], but must be \[\.\.\., 2, 5\]"):
         HeadRMSNorm(2, 5)(torch.zeros(1, 2, 4))
+    with pytest.raises(ValueError, match=r"gate has shape \[1, 2, 5\], but must be \[3, 2, 5\], as x"):
+        HeadRMSNorm(2, 5)(torch.zeros(3, 2, 5), torch.zeros(1, 2, 5))

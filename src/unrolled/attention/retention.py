@@ -201,7 +201,7 @@ class Retention(MultiHeadAttention[RetentionState, None]):
     def summarise(self, heads: Heads[None], key_padding_mask: Tensor | None) -> Decayed:
         """Sum over these tokens; the earlier state decays with each of them."""
         _, kv = self._retain(heads.without_queries(), None, Masks(key_padding_mask))
-        tokens = advance(torch.zeros(len(kv), device=kv.device), heads.k, key_padding_mask)
+        tokens = advance(torch.zeros(len(kv), dtype=torch.long, device=kv.device), heads.k, key_padding_mask)
         rates = log_gamma(self.n_kv_heads, kv.device)
         return Decayed({"kv": kv}, (tokens.unsqueeze(1) * rates).to(kv.dtype))
 

@@ -56,9 +56,9 @@ class Batch:
         rows = len(logits)
         self.states: list[PlanState | None] = [None] * rows
         self.told: list[Tensor | None] = [None] * rows
-        self.length = torch.zeros(rows, dtype=torch.long)
-        self._status = torch.zeros(rows, dtype=torch.uint8)  # all ended
-        self._tokens = [torch.empty(0, dtype=torch.long)] * rows
+        self.length = torch.zeros(rows, dtype=torch.long, device="cpu")
+        self._status = torch.zeros(rows, dtype=torch.uint8, device="cpu")  # all ended
+        self._tokens = [torch.empty(0, dtype=torch.long, device="cpu")] * rows
         self._fields: list[dict[str, Any]] = [{}] * rows  # of the descriptions, without the tokens
         self._kept: list[list[Tensor]] = [[]] * rows  # what the descriptions point to
         self._size = native.struct_size("Row")
@@ -79,10 +79,10 @@ class Batch:
         """
         sampling, key, limit, stops, seen, tells = drawing
         self.states[row] = state
-        self.told[row] = torch.empty(MOST_TOLD, self.logits.shape[1]) if tells else None
-        ends = torch.tensor([len(ids) for ids in stops], dtype=torch.long).cumsum(0)
-        stop = torch.tensor([token for ids in stops for token in ids], dtype=torch.long)
-        self._tokens[row] = torch.empty(0, dtype=torch.long)
+        self.told[row] = native.floats(MOST_TOLD, self.logits.shape[1]) if tells else None
+        ends = torch.tensor([len(ids) for ids in stops], dtype=torch.long, device="cpu").cumsum(0)
+        stop = torch.tensor([token for ids in stops for token in ids], dtype=torch.long, device="cpu")
+        self._tokens[row] = torch.empty(0, dtype=torch.long, device="cpu")
         self._kept[row] = [ends, stop, *([] if seen is None else [seen])]
         self._fields[row] = {
             "sampling": _fields(sampling, self.logits.shape[1]),
@@ -141,7 +141,7 @@ class Batch:
         if (needed := min(tokens, fields["limit"])) <= len(old):
             return
         # At least doubled, so that tokens are seldom copied; not the limit, which may exceed the memory.
-        made = torch.empty(min(max(needed, 2 * len(old)), fields["limit"]), dtype=torch.long)
+        made = torch.empty(min(max(needed, 2 * len(old)), fields["limit"]), dtype=torch.long, device="cpu")
         made[: len(old)] = old
         self._tokens[row] = made
         described = native.struct("Row")(**fields, tokens=native.address(made))

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from unrolled.decode.packing import GROUP, Rounding, fitted, in_steps
 from unrolled.models import Decoder
 from unrolled.models.mode import drawing_mode
+from unrolled.ops.checks import shape
 
 DAMPING = 0.01  # added to the diagonal of H, as a share of its mean
 
@@ -29,6 +30,8 @@ def roundings(model: Decoder, tokens: Tensor) -> dict[str, Rounding]:
 
 def second_moments(model: Decoder, tokens: Tensor) -> dict[str, Tensor]:
     """Return H = X^T X / n of the inputs X `[n, in]` of all linear layers while the model reads `[B, T]`."""
+    if not tokens.numel():
+        raise ValueError(f"sample has shape {shape(tokens)}, but must have at least one token")
     found: dict[str, Tensor] = {}
 
     def note(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:

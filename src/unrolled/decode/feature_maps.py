@@ -33,7 +33,7 @@ def features(builder: Builder, phi: Any, q: Value, k: Value) -> tuple[Value, Val
     """
     queries, keys = (phi.queries, phi.keys) if type(phi) is QueryKeyMap else (phi, phi)
     maps = _MAPS.get(type(queries)), _MAPS.get(type(keys))
-    if maps[0] is None or maps[1] is None:
+    if maps[0] is None or maps[1] is None or any(x.replaced for x in (phi, queries, keys)):
         raise UnsupportedError(f"a plan cannot run the feature map {type(phi).__name__}")
     return maps[0](builder, queries, q, True), maps[1](builder, keys, k, False)
 
@@ -59,12 +59,12 @@ def _dpfp(builder: Builder, phi: Dpfp, x: Value, of_queries: bool) -> Value:
 
 
 def _polynomial(builder: Builder, phi: Polynomial, x: Value, of_queries: bool) -> Value:
-    weights = torch.tensor([1.0, phi.offset, math.sqrt(2 * phi.offset), 1.0])
+    weights = torch.tensor([1.0, phi.offset, math.sqrt(2 * phi.offset), 1.0], dtype=torch.float32)
     return builder.features("pairs", x, phi.head_dim, phi.feature_dim, weight=weights)
 
 
 def _taylor(builder: Builder, phi: Taylor, x: Value, of_queries: bool) -> Value:
-    weights = torch.tensor([phi.head_dim**-0.25, 1.0, 1.0, math.sqrt(0.5)])
+    weights = torch.tensor([phi.head_dim**-0.25, 1.0, 1.0, math.sqrt(0.5)], dtype=torch.float32)
     return builder.features("pairs", x, phi.head_dim, phi.feature_dim, weight=weights)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from unrolled.decode.batch import Batch, Drawing
 from unrolled.decode.request import OnToken, Request
+from unrolled.ops import native
 from unrolled.ops.state import map_tensors, select
 
 if TYPE_CHECKING:
@@ -54,14 +55,15 @@ def _report(batch: Batch, before: Tensor, on_token: OnToken) -> None:
 def _prefill(plan: "Plan", request: Request) -> tuple[Tensor, "PlanState"]:
     """Read the prompts and fork; return the logits after each prompt, and the state."""
     prompts = request.prompts
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    rows = torch.arange(len(prompts)).repeat_interleave(lengths)
-    places = torch.full((len(rows),), -1)
-    places[lengths.cumsum(0) - 1] = torch.arange(len(prompts))
-    logits = torch.empty(len(prompts), plan.config.vocab_size)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device="cpu")
+    numbers = torch.arange(len(prompts), device="cpu")
+    rows = numbers.repeat_interleave(lengths)
+    places = torch.full_like(rows, -1)
+    places[lengths.cumsum(0) - 1] = numbers
+    logits = native.floats(len(prompts), plan.config.vocab_size)
     state = plan.with_room(plan.init_state(len(prompts)), int(lengths.max()))
     plan.read(torch.cat(prompts), rows, places, [state], logits)
-    fork = torch.arange(len(prompts)).repeat_interleave(request.num_samples)
+    fork = numbers.repeat_interleave(request.num_samples)
     return logits[fork], select(state, fork)
 
 
@@ -71,7 +73,7 @@ def _row(row: int, x: Tensor) -> Tensor:
 
 def _seen(request: Request, vocab_size: int) -> Tensor:
     """Which tokens the prompt of each row holds: [rows, vocab_size]; the start symbol does not count."""
-    seen = torch.zeros(len(request.prompts), vocab_size + 1, dtype=torch.uint8)
+    seen = torch.zeros(len(request.prompts), vocab_size + 1, dtype=torch.uint8, device="cpu")
     for row, prompt in zip(seen, request.prompts, strict=True):
         row[prompt] = 1
     return seen[:, :vocab_size].repeat_interleave(request.num_samples, 0).contiguous()

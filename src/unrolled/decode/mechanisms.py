@@ -167,7 +167,7 @@ def _delta_rule(builder: Builder, layer: Layer, qkv: list[Value], rates: Value, 
         if layer.short_conv is None:
             builder.apply("silu", y)
         # x / sqrt(|x|^2 + 1e-6), written with the mean of the squares, as `normalize` computes it
-        unit = torch.full((y.size,), D**-0.5)
+        unit = torch.full((y.size,), D**-0.5, dtype=torch.float32)
         builder.normalize(y, y, eps=1e-6 / D, heads=y.size // D, weight=unit)
     _rotate(builder, layer, q, k)
     o = builder.recur(_heads(layer), q, k, v, gates=gates, rates=rates, scale=D**-0.5)
@@ -195,7 +195,7 @@ def _rfa(builder: Builder, layer: RandomFeatureAttention, x: Value, qkv: list[Va
     parts = {"draw": layer.feature_map.projection.redraws.reshape(1)}
     gates = rates = None
     if layer.gate_proj is None:
-        parts["weight"] = torch.ones(1, layer.n_kv_heads)
+        parts["weight"] = torch.ones(1, layer.n_kv_heads, dtype=torch.float32)
     else:
         logits = builder.layer(x, layer.gate_proj)
         rates = builder.apply("identity", logits, builder.value(logits.size), scale=-1)

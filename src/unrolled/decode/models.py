@@ -17,6 +17,7 @@ from unrolled.models.blocks import AttentionBlock, Block, FeedForward
 from unrolled.models.embeddings import PixelEmbedding, PositionEmbedding
 from unrolled.models.heads import Categorical, LogisticMixture
 from unrolled.models.stack import Stack
+from unrolled.ops import native
 from unrolled.ops.checks import changed
 from unrolled.ops.dropout import Dropout
 
@@ -77,8 +78,15 @@ def _embed(builder: Builder, model: Decoder, x: Value) -> None:
     embedding = model.embedding
     require(embedding, PixelEmbedding, nn.Embedding)
     require(model.dropout, Dropout)
-    plain = type(embedding) is nn.Embedding and embedding.max_norm is None
-    builder.embed(embedding.weight if plain else embedding(torch.arange(model.n_ids)), x)
+    ids = torch.arange(model.n_ids, device="cpu")
+    if type(embedding) is not nn.Embedding:
+        table = embedding(ids)
+    elif embedding.max_norm is None:
+        table = embedding.weight
+    else:  # a lookup would scale the rows of the model's own weight
+        weight, (limit, order) = embedding.weight.detach().clone(), (embedding.max_norm, embedding.norm_type)
+        table = nn.functional.embedding(ids, weight, max_norm=limit, norm_type=order)
+    builder.embed(table, x)
     _positions(builder, model.positions, x)
 
 
@@ -94,7 +102,8 @@ def _positions(builder: Builder, positions: PositionEmbedding, x: Value) -> None
                 f"a plan cannot run axial positions with {n} points, more than {MOST_GRID_POINTS}"
             )
         builder.limit_positions(n)
-        builder.add_positions(positions.at(torch.zeros(n, x.size), torch.arange(n)), x)
+        zeros, places = native.floats(n, x.size).zero_(), torch.arange(n, device="cpu")
+        builder.add_positions(positions.at(zeros, places), x)
 
 
 def _block(builder: Builder, block: AttentionBlock, x: Value) -> None:

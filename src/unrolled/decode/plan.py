@@ -11,6 +11,7 @@ time.
 
 from collections.abc import Sequence
 from ctypes import Array, addressof, c_char, create_string_buffer
+from operator import add
 from pathlib import Path
 from typing import NamedTuple, Unpack, cast
 
@@ -31,7 +32,9 @@ from unrolled.ops.checks import check_key_padding_mask, observed, wrong
 from unrolled.ops.dispatch import prefers
 from unrolled.ops.options import check_batch_size
 from unrolled.ops.sequence import refuse
-from unrolled.ops.state import map_tensors
+from unrolled.ops.state import leaves, map_tensors
+
+STATE_TYPES = [torch.long, torch.float32, torch.float32]
 
 
 class PlanState(NamedTuple):
@@ -91,9 +94,10 @@ class Plan:
         """The state before the first token."""
         check_batch_size(batch_size)
         p = self._program
-        fixed = torch.zeros(batch_size, p.state_size)
         return PlanState(
-            torch.zeros(batch_size, dtype=torch.long), fixed, torch.zeros(batch_size, 0, sum(p.cache))
+            torch.zeros(batch_size, dtype=torch.long, device="cpu"),
+            native.floats(batch_size, p.state_size).zero_(),
+            native.floats(batch_size, 0, sum(p.cache)),
         )
 
     def prefill(
@@ -109,13 +113,13 @@ class Plan:
         """
         self._check("tokens", tokens, state, "[B, T]")
         B, T = tokens.shape
-        keep = torch.ones(B, T, dtype=torch.bool)
+        keep = torch.ones(B, T, dtype=torch.bool, device="cpu")
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, B, T)
             keep = ~key_padding_mask
-        logits = torch.zeros(B * T, self.config.vocab_size)
+        logits = native.floats(B * T, self.config.vocab_size).zero_()
         row, column = keep.nonzero().unbind(1)
-        after = self.with_room(map_tensors(Tensor.clone, state), int(keep.sum(1).max()) if B and T else 0)
+        after = self.with_room(_copy(state), keep.sum(1).tolist())
         self.read(tokens[keep], row, row * T + column, [after], logits)
         return logits.view(B, T, self.config.vocab_size), after
 
@@ -125,9 +129,11 @@ class Plan:
         With `in_place` the new state takes the memory of `state`, which must not be used again.
         """
         self._check("token", token, state, "[B]")
-        rows = torch.arange(len(token))
-        logits = torch.empty(len(token), self.config.vocab_size)
-        after = self.with_room(state if in_place else map_tensors(Tensor.clone, state), 1)
+        if in_place and not all(x.is_contiguous() for x in state):
+            raise ValueError("state is not contiguous, but must be so with in_place=True")
+        rows = torch.arange(len(token), device="cpu")
+        logits = native.floats(len(token), self.config.vocab_size)
+        after = self.with_room(state if in_place else _copy(state), 1)
         self.read(token, rows, rows, [after], logits)
         return logits, after
 
@@ -146,11 +152,17 @@ class Plan:
         """Continue the prompts of a request; return the new tokens of each row."""
         refuse("a plan")
         if not request.rows or not request.limit:
-            return [torch.empty(0, dtype=torch.long) for _ in range(request.rows)]
+            return [torch.empty(0, dtype=torch.long, device="cpu") for _ in range(request.rows)]
         return loop.run(self, request, on_token)
 
     def from_model(self, state: DecoderState) -> PlanState:
-        """Return the state that continues from a state of the model."""
+        """Return the state that continues from a state of the model.
+
+        Raises:
+            ValueError: it is a state of another model.
+        """
+        if not isinstance(state, DecoderState) or leaves(state).keys() != leaves(self._empty).keys():
+            raise ValueError("state is not one of the model of this plan")
         rows = len(state.position)
         after = self.with_room(self.init_state(rows), int(state.position.max()) if rows else 0)
         states.from_model(self._program.slots, state, after)
@@ -171,8 +183,12 @@ class Plan:
         limit = self._program.most_positions
         return f"the input has length {length}, but must have at most max_length = {limit}"
 
-    def with_room(self, state: PlanState, tokens: int) -> PlanState:
-        """Return the state with room in its cache for `tokens` more tokens per row; the rest is shared.
+    def with_room(self, state: PlanState, tokens: int | Sequence[int]) -> PlanState:
+        """Return the state with room in its cache for more tokens; the rest is shared.
+
+        Args:
+            state: a state of this plan.
+            tokens: the number of tokens, the same for all rows or one for each.
 
         Raises:
             ValueError: the model has no positions for them, or the state has an impossible position.
@@ -183,9 +199,11 @@ class Plan:
             raise ValueError(
                 f"state has positions from {low} to {high}, but must have them in [0, {MOST_POSITIONS}]"
             )
-        if high + tokens > self._program.most_positions:
-            raise ValueError(self.too_long(high + tokens))
-        return state._replace(cache=self._grown(state.cache, high + tokens))
+        added = [tokens] * len(positions) if isinstance(tokens, int) else tokens
+        needed = max(map(add, positions, added), default=0)
+        if needed > self._program.most_positions:
+            raise ValueError(self.too_long(needed))
+        return state._replace(cache=self._grown(state.cache, needed))
 
     def resized(self, state: PlanState, tokens: int) -> PlanState:
         """Return a copy of a state whose cache has room for that many tokens in all, and no more."""
@@ -262,6 +280,12 @@ class Plan:
         if position != (B,) or fixed != (B, p.state_size) or (cache[0], *cache[2:]) != (B, sum(p.cache)):
             found = [list(position), list(fixed), list(cache)]
             raise ValueError(f"state has the shapes {found}, but must be of this plan, with {B} rows")
+        types = [x.dtype for x in state]
+        if types != STATE_TYPES or state.cache.shape[1] % KEY_BLOCK:
+            raise ValueError(
+                f"state has the types {types} and room for {cache[1]} tokens, but must have the types "
+                f"{STATE_TYPES} and room for a multiple of {KEY_BLOCK}, as this plan makes it"
+            )
 
     def _grown(self, cache: Tensor, tokens: int) -> Tensor:
         """Return a cache with room for that many tokens."""
@@ -280,6 +304,11 @@ class Plan:
             made.view(B, most * width)[:, begin * most :][:, : size * kept] = old
             begin += size
         return made
+
+
+def _copy(state: PlanState) -> PlanState:
+    """Copy a state into contiguous memory."""
+    return PlanState(*(x.clone(memory_format=torch.contiguous_format) for x in state))
 
 
 def plan(model: nn.Module, weights: Weights = "fp32", *, sample: Tensor | None = None) -> Plan:
@@ -307,7 +336,7 @@ def plan(model: nn.Module, weights: Weights = "fp32", *, sample: Tensor | None =
     if sample is not None and weights != "int4":
         raise ValueError(f"sample is given, but must be None for weights = {weights!r}")
     _check_kernels()
-    with torch.no_grad():
+    with torch.no_grad(), torch.device("cpu"):
         return _planned(model, weights, program(model, weights, sample=sample))
 
 
@@ -324,7 +353,7 @@ def load(path: str | Path) -> Plan:
     """
     _check_kernels()
     saved = saving.read(path)
-    with torch.no_grad():
+    with torch.no_grad(), torch.device("cpu"):
         try:
             return _planned(saved.model, saved.weights, program(saved.model, saved.weights, saved.packed))
         except ValueError as error:
@@ -343,7 +372,7 @@ def _check_kernels() -> None:
 
 def _planned(model: nn.Module, weights: Weights, program: Program) -> Plan:
     decoder = cast(Decoder, model)
-    empty = map_tensors(lambda x: torch.zeros(x.shape, dtype=x.dtype), decoder.init_state(0))  # on the CPU
+    empty = map_tensors(lambda x: torch.zeros(x.shape, dtype=x.dtype), decoder.init_state(0))
     made = Plan(decoder.config, weights, program, empty)
     made.documents = dict(decoder.documents)
     return made

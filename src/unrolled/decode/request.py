@@ -171,7 +171,7 @@ def _prompts(prompt_ids: Prompts, vocab_size: int, start: int | None) -> list[Te
             raise wrong(name, prompt, "whole numbers [T]")
         prompt = prompt.long()
         if start is not None and (not len(prompt) or prompt[0] != start):
-            prompt = torch.cat([torch.tensor([start]), prompt])
+            prompt = torch.cat([torch.tensor([start], device="cpu"), prompt])
         if not len(prompt):
             raise ValueError(f"{name} is empty, but this model has no start symbol")
         ids = prompt if start is None else prompt[1:]

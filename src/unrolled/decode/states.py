@@ -127,7 +127,7 @@ def _window(slot: "Slot", state: "PlanState") -> tuple[Tensor, Tensor, Tensor, T
     slots = -(-window // KEY_BLOCK) * KEY_BLOCK
     keys = _keys(state.fixed, slot.place, G, slots, D).flatten(2, 3)
     values = _part(state.fixed, slot.place + G * slots * D, (G, slots, slot.values)).clone()
-    last = state.position.unsqueeze(1) + torch.arange(1 - window, 0)
+    last = state.position.unsqueeze(1) + torch.arange(1 - window, 0, device="cpu")
     return keys, values, (last % window)[:, None, :, None], (last >= 0)[:, None, :, None]
 
 
@@ -173,7 +173,7 @@ def _write_cache(slot: "Slot", state: "PlanState") -> Fields:
     n = int(state.position.max()) if len(state.position) else 0
     keys, values = _cached(slot, state)
     k, v = keys.flatten(2, 3)[:, :, :n], values[:, :, :n].clone()
-    padding = torch.arange(n) >= state.position.unsqueeze(1)
+    padding = torch.arange(n, device="cpu") >= state.position.unsqueeze(1)
     past = {"past_k": k, "past_v": v, "past_padding": padding}
     return past | {"recent_k": k[:, :, :0], "recent_v": v[:, :, :0], "recent_padding": padding[:, :0]}
 

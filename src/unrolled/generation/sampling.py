@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unrolled.decode.request import (
     check_min_p,
@@ -75,7 +75,7 @@ def top_p(logits: Tensor, p: float) -> Tensor:
         return logits  # a sum of probabilities may round to 1 before the last of them
     ordered, ids = logits.double().sort(dim=-1, descending=True, stable=True)
     probabilities = ordered.softmax(-1)
-    mass_before = probabilities.cumsum(-1) - probabilities
+    mass_before = nn.functional.pad(probabilities.cumsum(-1)[..., :-1], (1, 0))
     return _keep(logits, torch.zeros_like(ids, dtype=torch.bool).scatter(-1, ids, mass_before < p))
 
 

@@ -5,9 +5,19 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.nn.modules import module
 from torch.utils._device import DeviceContext
+
+HOOKS_OF_ALL = (
+    module._global_forward_hooks,
+    module._global_forward_pre_hooks,
+    module._global_backward_hooks,
+    module._global_backward_pre_hooks,
+)
+"""The hooks that are registered for all modules."""
 
 
 def wrong(name: str, found: object, must_be: object) -> ValueError:
@@ -64,10 +74,19 @@ def check_tensor(name: str, x: object) -> None:
 
 
 def on_cpu(name: str, ids: Tensor | Sequence[int]) -> Tensor:
-    """Copy ids to the CPU; a tensor on the meta device has no values."""
+    """Copy ids to the CPU.
+
+    Raises:
+        ValueError: the ids are on the meta device, where they have no values, or are no numbers of a tensor.
+    """
     if isinstance(ids, Tensor) and ids.is_meta:
         raise ValueError(f"{name} is on meta, but must hold ids")
-    return torch.as_tensor(ids, device="cpu") if len(ids) else torch.empty(0, dtype=torch.long)
+    if not len(ids):
+        return torch.empty(0, dtype=torch.long, device="cpu")
+    try:
+        return torch.as_tensor(ids, device="cpu")
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise wrong(name, repr(ids), "whole numbers of at most 64 bits") from error
 
 
 def check_device(name: str, x: Tensor, weight: Tensor, others: str = "the weights are") -> None:
@@ -148,7 +167,9 @@ def check_offsets(offsets: list[int], total: int) -> None:
 
 def may_read(x: Tensor) -> bool:
     """Whether values of `x` can be read at no cost: on a CPU, neither traced nor transformed."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not transforming()
+    if x.device.type != "cpu" or isinstance(x, FakeTensor):
+        return False
+    return not torch.compiler.is_compiling() and not transforming()
 
 
 def transforming() -> bool:
@@ -194,7 +215,9 @@ def shape(x: Tensor) -> list[int]:
 
 
 def changed(modules: Iterable[nn.Module]) -> bool:
-    """Whether one of these modules has a `forward` or `step` of its own, or a hook."""
+    """Whether one of these modules has a `forward` or `step` of its own or a hook, or all have one."""
+    if any(HOOKS_OF_ALL):
+        return True
     return any(
         m._forward_hooks
         or m._forward_pre_hooks

@@ -16,5 +16,5 @@ class Dropout(nn.Dropout):
         drops = self.training and 0 < self.p < 1
         if not drops or self.inplace or x.device.type != "cpu" or torch.compiler.is_compiling():
             return super().forward(x)
-        kept = torch.rand(x.shape) >= self.p
+        kept = torch.rand(x.shape, dtype=torch.float32, device=x.device) >= self.p
         return x * kept.to(x.dtype).div_(1 - self.p)

@@ -40,6 +40,8 @@ class HeadRMSNorm(nn.Module):
         """Normalise `[..., H, M]`; the result has the dtype of the weight. `gate` has the shape of `x`."""
         if x.shape[-2:] != self.weight.shape:
             raise wrong_shape("x", x, f"[..., {', '.join(map(str, self.weight.shape))}]")
+        if gate is not None and gate.shape != x.shape:
+            raise wrong_shape("gate", gate, f"{list(x.shape)}, as x")
         M = x.shape[-1]
         y = scale_heads(x, M**0.5, M * self.eps, weight=self.weight, gate=gate, gate_function=gate_function)
         return y.to(self.weight.dtype)

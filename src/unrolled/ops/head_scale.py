@@ -122,7 +122,7 @@ def _gradients(
     """Compute the gradients of `x`, `weight` and `gate`."""
     problem, _kept = _problem(x, weight, gate, options)
     grad, d_x = grad.contiguous(), x.new_empty(x.shape)
-    d_weight = None if weight is None else torch.empty(weight.shape)
+    d_weight = None if weight is None else native.floats(*weight.shape)
     d_gate = None if gate is None else gate.new_empty(gate.shape)
     gradients = struct("HeadScaleGradients")(
         y=address(grad), d_x=address(d_x), d_gate=address(d_gate), d_weight=address(d_weight)

@@ -135,6 +135,11 @@ def sequences(cu_seqlens: Tensor | None, rows: int, total: int) -> tuple[int, Te
     return cu_seqlens.shape[0] - 1, cu_seqlens.contiguous()
 
 
+def floats(*sizes: int) -> Tensor:
+    """Make a tensor of fp32 on the CPU, without values, whatever types and devices torch has by default."""
+    return torch.empty(sizes, dtype=torch.float32, device="cpu")
+
+
 def address(x: Tensor | None) -> int:
     """Return the address of a contiguous tensor, 0 for None."""
     if x is None:

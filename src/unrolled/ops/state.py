@@ -45,7 +45,7 @@ def raw_bytes(x: Tensor) -> Tensor:
 
 def select(state: State, rows: Tensor | Sequence[int]) -> State:
     """Select batch rows by index: to fork a prompt, reorder beams or drop rows."""
-    index = torch.as_tensor(rows, dtype=torch.long)
+    index = rows.long() if isinstance(rows, Tensor) else torch.tensor(rows, dtype=torch.long, device="cpu")
     return map_tensors(lambda x: x.index_select(0, index.to(x.device)), state)
 
 

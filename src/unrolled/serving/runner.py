@@ -8,6 +8,7 @@ from torch import Tensor
 
 from unrolled.decode import Plan, PlanState
 from unrolled.decode.batch import Batch, Drawing
+from unrolled.ops import native
 from unrolled.serving.snapshot import MOST
 
 Wanted = Literal["none", "last", "all"]
@@ -103,7 +104,7 @@ class PlanRunner:
 
     def rows(self, count: int) -> Batch:
         """Make `count` rows, all idle."""
-        return Batch(self.plan, torch.empty(count, self.vocab_size))
+        return Batch(self.plan, native.floats(count, self.vocab_size))
 
     def empty(self) -> PlanState:
         """The state of a sequence before its first token."""
@@ -117,9 +118,11 @@ class PlanRunner:
         """Read tokens [n]; see `Runner.read`."""
         n = len(tokens)
         count = {"none": 0, "last": 1, "all": n}[wanted]
-        logits = torch.empty(count, self.vocab_size)
+        logits = native.floats(count, self.vocab_size)
         state = self.plan.with_room(state, n)
-        places = torch.arange(-n + count, count) if count else torch.full((n,), -1)
+        places = (
+            torch.arange(-n + count, count, device="cpu") if count else torch.full((n,), -1, device="cpu")
+        )
         self.plan.read(tokens, torch.zeros_like(tokens), places.clamp(min=-1), [state], logits)
         return logits, state
 
@@ -140,7 +143,9 @@ class PlanRunner:
             raise ValueError(f"the state has {found} bytes, but must have {expected} after {tokens} tokens")
         like = self.plan.resized(self.plan.init_state(1), tokens)
         check_like(tensors, {"fixed": like.fixed, "cache": like.cache})
-        return PlanState(torch.tensor([tokens]), tensors["fixed"].clone(), tensors["cache"].clone())
+        return PlanState(
+            torch.tensor([tokens], device="cpu"), tensors["fixed"].clone(), tensors["cache"].clone()
+        )
 
 
 def check_names(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

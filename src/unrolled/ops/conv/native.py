@@ -29,7 +29,8 @@ def backward(
     """Compute the gradients of `x`, `weight` and `state`."""
     problem, _kept = _problem(x, weight, state, cu_seqlens)
     grad_y, grad_state = readable(grad_y), grad_state.contiguous()
-    d_x, d_state, d_taps = x.new_empty(x.shape), state.new_empty(state.shape), torch.empty(weight.shape[::-1])
+    d_x, d_state = x.new_empty(x.shape), state.new_empty(state.shape)
+    d_taps = native.floats(*weight.shape[::-1])
     gradients = struct("ConvGradients")(
         y=_view(grad_y),
         state=address(grad_state),

@@ -46,9 +46,10 @@ def backward(grad_o: Tensor, grad_state: Tensor, inputs: Inputs, cu_seqlens: Ten
     (q, k, v, beta, log_decay, state), gates = inputs, inputs.log_decay
     grad_o, grad_state = readable(grad_o), grad_state.contiguous()
     d_q, d_k, d_v, d_state = (x.new_empty(x.shape) for x in (q, k, v, state))
-    d_rates, d_gates = torch.empty(beta.shape), torch.empty(0 if gates is None else gates.shape).double()
-    d_log_from_start = torch.empty(0 if gates is None else q.shape[:3])
-    states, residuals = torch.empty(native.linear_saved_floats(problem)), torch.empty(v.shape)
+    d_rates, residuals = native.floats(*beta.shape), native.floats(*v.shape)
+    d_gates = torch.empty(0 if gates is None else gates.shape, dtype=torch.double, device="cpu")
+    d_log_from_start = native.floats(*([0] if gates is None else q.shape[:3]))
+    states = native.floats(native.linear_saved_floats(problem))
     gradients = struct("LinearGradients")(
         o=view(grad_o),
         kv=address(grad_state),

@@ -104,8 +104,9 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `x W^T + b`.
 
     oneDNN takes 1,000 times as long if the rows of W, or of its transpose, are parts of longer rows. The rows
-    of x may be.
+    of x may be. It reads b as if it were contiguous.
     """
+    bias = None if bias is None else bias.contiguous()
     if not (weight.is_contiguous() or weight.mT.is_contiguous()):
         weight = weight.contiguous()
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

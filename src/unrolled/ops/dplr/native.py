@@ -24,7 +24,7 @@ def backward(grad_o: Tensor, grad_state: Tensor, inputs: Inputs, cu_seqlens: Ten
     problem, _kept = _described(inputs, cu_seqlens)
     grad_o, grad_state = readable(grad_o), grad_state.contiguous()
     d_q, d_k, d_v, d_a, d_b = (x.new_empty(x.shape) for x in inputs[:5])
-    d_log_decay, reads = (torch.empty(x.shape) for x in (inputs.log_decay, inputs.v))
+    d_log_decay, reads = (native.floats(*x.shape) for x in (inputs.log_decay, inputs.v))
     d_state = inputs.state.new_empty(inputs.state.shape)
     gradients = struct("DplrGradients")(
         o=view(grad_o),
