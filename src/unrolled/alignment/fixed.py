@@ -2,7 +2,8 @@ r"""The fixed vector: no attention, every query reads the last state of the enco
 
     w_t(s) = 1 for the last s that is not padding, else 0        c_t = m_S = h_S
 
-m_s is a vector of the memory, S its length. With a bidirectional encoder m_S = [h->_S; h<-_S].
+m_s is vector s of the memory, S the number of vectors without padding, and h_s the state of the encoder after
+token s. With a bidirectional encoder, m_S = [h->_S; h<-_S] instead.
 
 Cho et al. 2014, "Learning Phrase Representations using RNN Encoder-Decoder for Statistical Machine
 Translation", arXiv 1406.1078, section 2.2, where c = h_T; RNNencdec in Bahdanau et al. 2014, arXiv 1409.0473.

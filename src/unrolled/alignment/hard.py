@@ -15,10 +15,10 @@ expectation:
     c_t = sigmoid(w_b . h_t + b_b) sum_s a_t(s) m_s        penalty: sum_s (1 - sum_t a_t(s))^2
 
 Xu et al. 2015, "Show, Attend and Tell", arXiv 1502.03044, section 4.1 (hard) and 4.2 (soft). In addition, the
-paper reads the expectation for half of the sequences, which is left to the caller.
+paper uses the expectation in place of the sample for half of the sequences; this is left to the caller.
 
-Samples are a function of the state: `read` gives each row a seed. This seed depends on the seed of the module
-and, in training, on the number of memories read so far, which is saved with the weights.
+Samples are a function of the state: `read` gives each row a seed. It depends on the seed of the module, on
+the row, and on how often `read` has been called in training, a number that is saved with the weights.
 
 Cost: that of additive attention.
 Cannot: be a layer of a decoder, since it does not attend within one sequence; learn its weights by

@@ -9,7 +9,7 @@ h_t is the query, in the paper the decoder's state after step t; no score is sca
 to a window around a position p_t only:
 
     local-m   p_t = t;  w_t as above, within |s - p_t| <= D
-    local-p   p_t = S sigmoid(v_p . tanh(W_p h_t));  the same, times exp(-(s - p_t)^2 / 2 (D/2)^2)
+    local-p   p_t = S sigmoid(v_p . tanh(W_p h_t));  w_t of local-m, times exp(-(s - p_t)^2 / (2 (D/2)^2))
 
 Positions are counted from 0, without padding; S is their number. The Gaussian is applied after the softmax,
 so that the weights of local-p sum to less than 1.
@@ -170,8 +170,12 @@ class LuongAttention(Alignment):
 
     Args:
         query_dim, memory_dim: see `Alignment`.
-        score: a name in `SCORES`.
-        score_options: further arguments of the score: "concat" has `attention_dim`, "location" `max_length`.
+        score: a name in `SCORES`; "dot" needs query_dim = memory_dim.
+        score_options: further arguments of the score: "concat" has `attention_dim`, "location" `max_length`
+            (50 by default), beyond which `read` refuses a memory.
+
+    Raises:
+        ValueError: an unknown score, or widths that do not fit it.
     """
 
     def __init__(
@@ -196,7 +200,7 @@ class LuongAttention(Alignment):
 
 
 class LocalMonotonicAttention(LuongAttention):
-    """Local-m: query t attends to the positions within D of t or, if t is beyond the end, of the last one.
+    """Local-m: query t attends to the positions within D of t, or of the last position if t is beyond it.
 
     Args:
         query_dim, memory_dim, score, score_options: see `LuongAttention`.

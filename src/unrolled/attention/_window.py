@@ -56,16 +56,7 @@ def dilation_per_head(dilation: int | Sequence[int], n_heads: int) -> tuple[int,
 class SlidingWindow(MultiHeadAttention[WindowState, Inputs]):
     """Multi-head attention with a window; its causal form reads nothing else.
 
-    Args:
-        d_model, n_heads, common: see `MultiHeadAttention`.
-        window: number w of keys that a token reads. If causal, the token itself is one of them, as in
-            Mistral. If bidirectional, w is even, and the token reads w/2 keys on each side and itself, as in
-            Longformer. Or a pair `(left, right)`, the numbers of keys before and after the token.
-        dilation: distance d from one key of the window to the next; one number, or a list with one per head.
-
-    Raises:
-        ValueError: a window that is negative, odd although bidirectional, or causal with keys after the
-            token; a dilation below 1, or not one for each head.
+    Its arguments are described in `WindowAttention`.
     """
 
     def __init__(

@@ -55,9 +55,10 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         head_dim: width D of queries and keys per head; d_model / H by default.
         value_dim: width M of values per head; D by default.
         bias: give the projections a bias.
-        conv: number of taps W, at least 2, of a causal convolution over the projected queries, keys and
-            values (`unrolled.ops.conv`), which lets a recurrence compare a token with its neighbours; None
-            for no convolution. Only for causal attention that runs as a recurrence, without an `attn_mask`.
+        conv: number of taps W of a causal convolution over the projected queries, keys and values
+            (`unrolled.ops.conv`), at least 2; None for none. It lets a recurrence compare a token with its
+            neighbours. It requires causal attention that runs as a recurrence, and excludes `attn_mask`,
+            cross-attention and `weights`.
         rotary: encode positions by rotating queries and keys; self-attention only.
         rotary_base: pair i of a query or key is rotated by the angle position / base^(2i/rotary_dim); with a
             larger base, the angles grow more slowly.
@@ -230,6 +231,10 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
 
         Padded tokens (`key_padding_mask [B,T]`, True = padding, on any side) do not affect the state of their
         row. `state` is not modified. To continue, call `prefill` or `step` with the new state.
+
+        Raises:
+            ValueError: an argument of the wrong shape or type, or a state of another layer or batch.
+            UnsupportedError: the attention has no recurrent form, or is bidirectional, or has no padding.
         """
         self._check_recurrent()
         self._check_input("x", x)
@@ -241,7 +246,12 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         return self.merge_heads(o, x), state
 
     def step(self, x_t: Tensor, state: State) -> tuple[Tensor, State]:
-        """Run one token `x_t [B,d_model]`: `[B,d_model]` and the new state. `state` is not modified."""
+        """Run one token `x_t [B,d_model]`: `[B,d_model]` and the new state. `state` is not modified.
+
+        Raises:
+            ValueError: an argument of the wrong shape or type, or a state of another layer or batch.
+            UnsupportedError: the attention has no recurrent form, or is bidirectional.
+        """
         self._check_recurrent()
         self._check_input("x_t", x_t, ("B",))
         check_state(self, state, x_t.shape[0], self.out_proj.weight)
@@ -273,6 +283,9 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
 
         The result equals that of `forward(query, key)`, where `key` is the sequence that was read, however
         the queries are split into calls.
+
+        Raises:
+            ValueError: an argument of the wrong shape or type, or a memory of another layer or batch.
         """
         sequence.refuse("a memory")
         self._check_input("query", query)

@@ -6,8 +6,9 @@ to which it gives the largest weights, and m_c is the sum of these weights:
     A_cj = softmax_j(mean q_c . k_j / sqrt(D))                            the clusters' attention, [C, S]
     o_i  = m_c sum_{j in T_c} softmax_{T_c}(q_i . k_j / sqrt(D)) v_j + sum_{j not in T_c} A_cj v_j,   c = c(i)
 
-So a query distributes the weight of the k keys by its own scores. With k = 0 it gets the output of its
-cluster, o_i = sum_j A_cj v_j ("clustered attention"; with k > 0, "improved clustered attention").
+So the k keys keep the total weight m_c that the cluster gives them, and each query divides this weight among
+them by its own scores. With k = 0 it gets the output of its cluster, o_i = sum_j A_cj v_j ("clustered
+attention"; with k > 0, "improved clustered attention").
 
 Clustering works on hashes: the hash of a query is the signs of `bits` random projections, with a random
 offset. Lloyd's algorithm assigns each hash to the centroid that differs in the fewest bits, then sets each

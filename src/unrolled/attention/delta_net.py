@@ -23,8 +23,8 @@ for i >= j, and S the state before it, the C corrections of a chunk solve a tria
     (I + tril(diag(b) K K^T * D, -1)) [U, W] = diag(b) [V, diag(e^L) K]
     N = U - W S        O = diag(e^L) Q S + (Q K^T * D) N        S' = e^(L_C) S + (diag(e^(L_C - L)) K)^T N
 
-Cost per head: in training time O(T (C (C+D+M) + D (D+M))) and memory O(T (C+D+M)), with C = 32, or 64 for
-heads wider than 64; per generated token time, memory and state O(D M).
+Cost per head: in training time O(T (C (C+D+M) + D (D+M))) and memory O(T (C+D+M)), with C from 8 to 64, by
+backend and width; per generated token time, memory and state O(D M).
 Cannot: attend in both directions or to another sequence, nor honour an `attn_mask`. There is no denominator,
 so each head's output is normalised.
 Equals softmax attention: never. With b = 1, no decay and orthonormal keys it retrieves each value exactly.

@@ -18,8 +18,8 @@ This is linear attention with a decay for every feature. Nothing overflows, and 
 Shen, Zhang, Zhao, Yi and Li 2018, "Efficient Attention: Attention with Linear Complexities",
 arXiv 1812.01243: section 3.2 (definition and the two normalisations).
 
-Cost per head, with values M wide and chunks of C = 64 tokens: in training time O(T D M) (causal
-O(T (D M + C (D+M)))) and memory O(T (D+M)); per generated token time, memory and state O(D M).
+Cost per head, with values M wide and chunks of C tokens (8 to 128, by backend): in training time O(T D M)
+(causal O(T (D M + C (D+M)))) and memory O(T (D+M)); per generated token time, memory and state O(D M).
 Cannot: honour an arbitrary `attn_mask`. The softmax over features makes queries flatter as D grows.
 Equals softmax attention: never.
 """

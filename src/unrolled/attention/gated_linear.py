@@ -10,8 +10,8 @@ in place of a denominator. Positions need no encoding, since older tokens have p
 Yang, Wang, Shen, Panda and Kim 2023, "Gated Linear Attention Transformers with Hardware-Efficient Training",
 arXiv 2312.06635: section 4.1 (recurrent and parallel), 4.2 (by chunks), 4.4 (gates, norm, output gate).
 
-Cost per head, with values M wide and chunks of C = 64 tokens: in training time O(T (D M + C (D+M))) and
-memory O(T (D+M)); per generated token time, memory and state O(D M). In the C++
+Cost per head, with values M wide and chunks of C tokens (8 to 128, by backend): in training time
+O(T (D M + C (D+M))) and memory O(T (D+M)); per generated token time, memory and state O(D M). In the C++
 kernels a gate for each feature takes 1.2 to 1.5 times as long as one gate per head.
 Cannot: run bidirectionally, read another sequence, or honour an arbitrary `attn_mask`.
 Equals softmax attention: never. With alpha = 1, without norm and gate, it is unnormalised linear attention.
@@ -54,9 +54,13 @@ class GatedLinearAttention(MultiHeadAttention[GatedLinearState, Decay]):
     `value_dim=d_model // n_heads`.
 
     Args:
-        d_model, n_heads, common: see `MultiHeadAttention`.
+        d_model, n_heads, common: see `MultiHeadAttention`; must be causal.
         gate_rank: width between the two matrices that compute the gates.
         temperature: alpha is the sigmoid to the power 1 / temperature; above 0.
+
+    Raises:
+        ValueError: a size or the temperature is out of range.
+        UnsupportedError: bidirectional attention, or rotary positions.
     """
 
     supports = CAUSAL_RECURRENCE.but(reads_input=True, sequence=True)

@@ -11,7 +11,8 @@ channel; W_1 and W_3 project to `gate_rank` numbers. norm_h is an RMS norm of ea
 denominator. With `bias=False` it is the layer of Kimi-Linear.
 
 Kimi Team 2025, "Kimi Linear: An Expressive, Efficient Attention Architecture", arXiv 2510.26692: eq. 1 (the
-rule), section 4 (the layer). It is Gated DeltaNet (`delta_net`) with the gates of `gated_linear`.
+rule), section 4 (the layer). It is Gated DeltaNet (`delta_net`) with a gate for every channel, as in
+`gated_linear`.
 
 In chunks of C tokens (`ops/delta/chunked.py`), with L [C,D] the cumulative log a of a chunk, and S the state
 before it, the C corrections of a chunk solve a triangular system. For x, y = K or Q:
@@ -20,8 +21,8 @@ before it, the C corrections of a chunk solve a triangular system. For x, y = K 
     (I + tril(diag(b) P(K, K), -1)) [U, W] = diag(b) [V, e^L * K]
     N = U - W S        O = (e^L * Q) S + P(Q, K) N        S' = diag(e^(L_C)) S + (e^(L_C - L) * K)^T N
 
-Cost per head: in training time O(T (C (C+D+M) + D (D+M))) and memory O(T (C+D+M)), with C = 32, or 64 for
-heads wider than 64; per generated token time, memory and state O(D M).
+Cost per head: in training time O(T (C (C+D+M) + D (D+M))) and memory O(T (C+D+M)), with C from 8 to 64, by
+backend and width; per generated token time, memory and state O(D M).
 Cannot: attend in both directions or to another sequence, nor honour an `attn_mask`.
 Equals softmax attention: never. With b = 1, no decay and orthonormal keys it retrieves each value exactly.
 """

@@ -9,8 +9,9 @@ Bidirectional attention sums over all j. There is no 1/sqrt(D). One token at a t
 Katharopoulos, Vyas, Pappas and Fleuret 2020, "Transformers are RNNs: Fast Autoregressive Transformers with
 Linear Attention", arXiv 2006.16236: eq. 4-7 (definition), 8-12 (causal), 16-20 (recurrence).
 
-Cost per head, with R features (R = D for elu), values M wide and chunks of C = 64 tokens: in training time
-O(T (R M + C (R+M))) and memory O(T (R+M)); per generated token time, memory and state O(R M).
+Cost per head, with R features (R = D for elu), values M wide and chunks of C tokens (8 to 128, by backend):
+in training time O(T (R M + C (R+M))) and memory O(T (R+M)); per generated token time, memory and state
+O(R M).
 Cannot: honour an arbitrary `attn_mask`, or attend sharply: the weights have rank at most R. With the
 cosFormer map, which uses positions: attend to another sequence, or run beyond its `max_length`.
 Equals softmax attention: never for a finite R. It is exact for its own kernel phi(q) . phi(k).

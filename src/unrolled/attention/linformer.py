@@ -3,18 +3,18 @@ r"""Linformer attention: keys and values projected along the sequence, from n po
     o_i = sum_s a_is (F V)_s        a_is = exp(q_i . (E K)_s / sqrt(D)) / sum_s' exp(q_i . (E K)_s' / sqrt(D))
 
 E and F are learned matrices `[k, n]`, K `[S, D]` and V `[S, M]` the keys and values. A sequence of S < n
-tokens uses the first S columns. Column j belongs to the j-th valid token: padding anywhere changes nothing.
+tokens uses the first S columns. Column j is for valid token j, so padding has no effect, wherever it is.
 
 Wang, Li, Khabsa, Fang and Ma 2020, "Linformer: Self-Attention with Linear Complexity", arXiv 2006.04768,
 eq. 7; section 4 for sharing and for the other projections. As there, E and F are applied to the outputs of
 the linear layers of keys and values, biases included (in fairseq's code, to their input).
 
 Cost per head: time O((T+S) k (D+M)), memory O((T+S) (D+M) + k n); k n parameters for each matrix.
-Cannot: be causal (each slot mixes all positions, so no mask can remove the future), read more than n keys,
-or honour an arbitrary `attn_mask`. The slots of a short sequence hold shorter sums: nothing rescales them.
-With a projection by windows, `torch.export` exports a single length, since the length determines the number
-of windows.
-Equals softmax attention: at k = n with E = F = 1.
+Cannot: be causal (each slot mixes all positions, so no mask can remove the future), read more than n keys, or
+honour an arbitrary `attn_mask`. In a short sequence each slot sums fewer tokens, and nothing rescales the
+sums. With a projection by windows, `torch.export` exports a single length, since the length determines the
+number of windows.
+Equals softmax attention: for n valid keys, at k = n with the linear projection and the identity for E and F.
 
 With `rotary`, queries and keys are rotated by their positions before the keys are projected.
 """
@@ -218,10 +218,10 @@ class LinformerAttention(MultiHeadAttention[None, None]):
         rank: number of slots k; 256 by default, or max_length if that is less.
         max_length: length n of the longest sequence of keys; 1024 by default.
         projection: "linear", "mean", "max" or "convolution", or a `Projection` shared with other layers.
-        sharing: which projections are shared (section 4 of the paper): "none", each key/value head has its
-            own E and F; "headwise", the heads share E and F; "key-value", in addition E = F; "layerwise", in
-            addition all layers share them. The layers of a model do so automatically; outside of a model,
-            pass one `Projection` object to all layers.
+        sharing: which projections are shared (section 4 of the paper). "none": each key/value head has its
+            own E and F. "headwise": all heads share E and F. "key-value": the same, and E = F. "layerwise":
+            as "key-value", and all layers share E. The layers of a model do so automatically; outside of a
+            model, pass one `Projection` object to all layers.
 
     Raises:
         ValueError: a rank larger than max_length, or a projection that does not fit the other arguments.

@@ -4,13 +4,13 @@ r"""Long-short attention (Transformer-LS): a window per query, and landmarks tha
     L_k = P^T K,  L_v = P^T V,  P = softmax over positions of X W_P     r landmarks, from the content
 
 K_i, V_i are a window around query i. Bidirectional: the sequence is cut into segments of w queries, which
-attend to the keys of their segment and w/2 keys on each side. Causal: each query attends to the last w keys,
-its own included, and to the landmarks of earlier chunks; each chunk of l tokens has its own P and its own r
-landmarks.
+attend to the keys of their segment and w/2 keys on each side (rounded down, but at least 1). Causal: each
+query attends to the last w keys, its own included, and to the landmarks of earlier chunks; each chunk of l
+tokens has its own P and its own r landmarks.
 
 DualLN is two layer norms over all heads: one for the keys and values of the window, one for those of the
-landmarks. As in the authors' two implementations, landmarks are pooled from normalised tokens if
-bidirectional, from raw tokens if causal, and are then normalised.
+landmarks. As in the authors' two implementations, bidirectional landmarks are pooled from normalised tokens,
+and causal ones from raw tokens. Both are then normalised.
 
 Zhu, Ping, Xiao, Shoeybi, Goldstein, Anandkumar and Catanzaro 2021, "Long-Short Transformer: Efficient
 Transformers for Language and Vision", arXiv 2107.02192, section 3. As in the paper, tokens in the window also
@@ -102,7 +102,7 @@ def segment_window(q: Tensor, k: Tensor, v: Tensor, window: int, padding: Tensor
     padding = q.new_zeros(B, T, dtype=torch.bool) if padding is None else padding
     padding = pad(padding, (beside, n * width - T + beside), value=True)
     q = _pad(q, 0, n * width - T).reshape(B * n, width, *q.shape[2:])
-    # Segments overlap in their keys, so each key is copied up to twice.
+    # Segments overlap in their keys, so each key is copied up to twice (three times for w = 1).
     place = torch.arange(n, device=q.device).unsqueeze(1) * width
     place = (place + torch.arange(width + 2 * beside, device=q.device)).flatten()
     k, v, padding = (
@@ -175,9 +175,10 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
 
     Args:
         d_model, n_heads, common: see `MultiHeadAttention`.
-        window: w, the number of queries in a segment, which reads up to 2w keys (for 0, each query reads its
-            own key only); if causal, the number of keys that a query reads, at least l with landmarks. None
-            for landmarks alone, which support cross-attention, but not causal attention.
+        window: w. Bidirectional: the queries are cut into segments of w, and each segment reads its own keys
+            and those beside it; for 0, each query reads its own key only. Causal: the number of keys that a
+            query reads, its own included; at least l with landmarks. None: landmarks only, which allows
+            cross-attention, but not causal attention.
         rank: number r of landmarks, by default 32 for the sequence or, if causal, 1 for each chunk.
         chunk: number l of tokens in a chunk of causal attention.
         dual_norm: normalise keys and values, of window and landmarks; both must then have the same width.

@@ -124,13 +124,18 @@ class LongformerAttention(SlidingWindow[Globals]):
 
     Args:
         d_model, n_heads, common: see `MultiHeadAttention`.
-        window, dilation: see `WindowAttention`; the paper's window w is this number.
-        global_tokens: which tokens are global unless `forward` gets a `global_mask`: this many at the
-            beginning, or those at a list of positions, where negative ones count from the end. By default the
-            first token, or none if causal.
+        window: number w of keys that a token reads. If causal, the token itself is one of them, as in
+            Mistral. If bidirectional, w is even, and the token reads w/2 keys on each side and itself, as in
+            Longformer. Or a pair `(left, right)`, the numbers of keys before and after the token.
+        dilation: distance d from one key of the window to the next; one number, or a list with one per head.
+        global_tokens: how many tokens at the beginning are global, or a list of the positions of the global
+            tokens, where negative ones count from the end. By default the first token, or none if causal. A
+            `global_mask` passed to `forward` replaces it.
 
     Raises:
-        ValueError: a window or dilation as in `WindowAttention`; a negative number of global tokens.
+        ValueError: a window that is negative, odd although bidirectional, or causal with keys after the
+            token; a dilation below 1, or not one for each head; a negative
+            number of global tokens.
         UnsupportedError: causal attention with global tokens.
     """
 

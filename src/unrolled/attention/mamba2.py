@@ -12,8 +12,8 @@ Dao and Gu 2024, "Transformers are SSMs: Generalized Models and Efficient Algori
 Space Duality", arXiv 2405.21060: eq. 2 (the recurrence, with a scalar times the identity for A), section 5
 (scalar decay as masked attention), 7.1 (the layer), 7.2 (heads that share queries and keys).
 
-Cost per head, with values M wide and chunks of C = 64 tokens: in training time O(T (D M + C (D+M))) and
-memory O(T (D+M)); per generated token time, memory and state O(D M).
+Cost per head, with values M wide and chunks of C tokens (8 to 128, by backend): in training time
+O(T (D M + C (D+M))) and memory O(T (D+M)); per generated token time, memory and state O(D M).
 Cannot: run bidirectionally, read another sequence, or honour an arbitrary `attn_mask`.
 Equals softmax attention: never. With a = 1, d = 1 and c = 0 it is unnormalised linear attention.
 """
@@ -84,7 +84,7 @@ class Mamba2(MultiHeadAttention[Mamba2State, Steps]):
         super().__init__(d_model, n_heads, **common)
         check_finite(eps=eps)
         self.step_proj = Linear(d_model, n_heads)
-        # Initialised as published: paces from 1 to H, and log-uniform step sizes.
+        # Initialised as by transformers, with paces from 1 to H. As published, step sizes are log-uniform.
         self.log_pace = nn.Parameter(torch.arange(1.0, n_heads + 1).log())
         begin = torch.empty(n_heads).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         with torch.no_grad():

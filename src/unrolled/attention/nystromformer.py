@@ -10,7 +10,7 @@ the Moore-Penrose inverse, exact or approximated by a few steps of a third-order
     Z <- Z (13 - A Z (15 - A Z (7 - A Z))) / 4        from        Z = A^T / (|A|_1 |A|_inf).
 
 Xiong, Zeng, Chakraborty, Tan, Fung, Li and Singh 2021, "Nyströmformer: A Nyström-Based Algorithm for
-Approximating Self-Attention", arXiv 2102.03902: eq. 13-14 (definition), 11 (iteration), figure 2 (skip).
+Approximating Self-Attention", arXiv 2102.03902: eq. 13 (definition), 14 (iteration), figure 4 (skip).
 
 Cost per head: time O((T+S) m (D+M) + m^2 (m+M)), memory O((T+S) (D+M+m) + m^2).
 Cannot: be causal (a landmark is a mean over past and future), or honour an arbitrary `attn_mask`. Weights may
@@ -141,14 +141,15 @@ def nystrom_attention(
 ) -> Tensor:
     """Attend from `q [B,T,H,D]` to `k [B,S,G,D]` and `v [B,S,G,M]`: `[B,T,H,M]`, computed in at least fp32.
 
-    A row with up to m = `n_landmarks` valid keys, or m queries, gets softmax attention, which is cheap there.
+    A row with at most m = `n_landmarks` valid keys, or at most m queries, gets softmax attention, which costs
+    little there.
 
     Args:
         q, k, v: as for `softmax_attention`.
         n_landmarks: number of landmarks m.
         iterations: steps towards the inverse, at most 20 in fp32 and 40 in fp64; None for the exact one.
         key_padding_mask: `[B,S]`, True = padding.
-        self_attention: queries and keys are of the same tokens, so that the mask holds for queries too.
+        self_attention: queries and keys belong to the same tokens, so the mask holds for queries too.
 
     Raises:
         ValueError: an argument of the wrong shape or type.
@@ -186,8 +187,8 @@ class NystromformerAttention(MultiHeadAttention[None, None]):
             the exact inverse by a singular value decomposition, which is slower and, unlike a few steps,
             amplifies small singular values.
         conv_width: odd width of a convolution over the values of neighbouring tokens, with one kernel per
-            head, that is added to the output (the skip of the paper, about 33 wide); None for no convolution.
-            With a convolution, there is no cross-attention.
+            key/value head, that is added to the output (the skip of the paper, about 33 wide); None for no
+            convolution. With a convolution, there is no cross-attention.
 
     Raises:
         ValueError: sizes out of range.

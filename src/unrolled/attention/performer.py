@@ -26,12 +26,13 @@ This is linear attention with a decay, and M_t cancels as well. One maximum over
 published implementations, leaks the size of future keys into the past. Rows are drawn once; only `redraw`
 draws new ones.
 
-Cost per head, with values M wide and chunks of C = 64 tokens: in training time O(T R (D + M + C)) and memory
-O(T (D + M)) where the C++ kernels make the features (`unrolled.ops.favor`; positive and hyperbolic ones),
-otherwise O(T R); per generated token time O(R (D + M)), memory and state O(R M).
-Cannot: honour an arbitrary `attn_mask`, or represent weights below e^-87 (in fp32) of the largest product of
-features so far: a query with only such weights gets 0. The divisor of trigonometric features may be small or
-negative (`signed_linear_attention`), and such outputs have few digits.
+Cost per head, with values M wide and chunks of C tokens (8 to 128, by backend): in training time
+O(T R (D + M + C)) and memory O(T (D + M)) where the C++ kernels make the features (`unrolled.ops.favor`;
+positive and hyperbolic ones), otherwise O(T R); per generated token time O(R (D + M)), memory and state
+O(R M).
+Cannot: honour an arbitrary `attn_mask`, or represent a weight that is less than e^-87 (in fp32) times the
+largest product of features so far. A query all of whose weights are that small gets 0. The divisor of
+trigonometric features may be small or negative (`signed_linear_attention`), and such outputs have few digits.
 Equals softmax attention: as m grows, and in practice for small queries and keys only. The variance grows like
 exp(|x + y|^2): with D = 64 and entries of unit variance the error is larger than the output even with m =
 8192. FAVOR+ does not approximate such softmax attention with any practical number of features: it is a

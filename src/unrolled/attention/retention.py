@@ -7,17 +7,16 @@ Written out, o_i = sum_{j <= i} gamma_h^(i-j) (q_i . k_j) v_j / sqrt(D). Queries
 by their positions, so that q_i . k_j depends on i - j; the decay that xPos adds to a rotation is gamma.
 norm_h is an RMS norm of each head, o / sqrt(mean(o^2) + eps), which bounds the output as a denominator would.
 
-Sun et al. 2023, "Retentive Network: A Successor to Transformer for Large Language Models",
-arXiv 2307.08621: eq. 5 (parallel), 6 (recurrent), 7 (by chunks), 8 (heads, norm and gate). The normalisations
-of section 2.2 are left out. They scale the rows of o. The norm undoes this except for its eps: for a row
-scaled by s, eps has the effect of eps / s^2. Where eps is small against mean(o^2), the difference is no
-larger than rounding.
+Sun et al. 2023, "Retentive Network: A Successor to Transformer for Large Language Models", arXiv 2307.08621:
+eq. 5 (parallel), 6 (recurrent), 7 (by chunks), 8 (heads, norm and gate). The normalisations of section 2.2
+are left out. Each of them multiplies a row of o by a number s. The norm removes this factor, but its eps then
+has the effect of eps / s^2. Where eps is small against mean(o^2), the difference is no larger than rounding.
 
 To load weights of the authors' code (torchscale), use `bias=False`, `angles="closed"`, its eps (1e-6 by
 default), and a `head_norm.weight` of 1. Its projections are parts of `qkv_proj`, in the order q, k, v.
 
-Cost per head, with values M wide and chunks of C = 64 tokens: in training time O(T (D M + C (D+M))) and
-memory O(T (D+M)); per generated token time, memory and state O(D M).
+Cost per head, with values M wide and chunks of C tokens (8 to 128, by backend): in training time
+O(T (D M + C (D+M))) and memory O(T (D+M)); per generated token time, memory and state O(D M).
 Cannot: run bidirectionally, read another sequence, or honour an arbitrary `attn_mask`.
 Equals softmax attention: never. Without decay, rotation, norm and gate it is unnormalised linear attention.
 """
@@ -148,6 +147,10 @@ class Retention(MultiHeadAttention[RetentionState, None]):
             its `positions`, unless the options of the layer set it.
         angles: "rotary", base^(-2i/D) as everywhere here, or "closed", base^(-2i/(D-2)) as in torchscale.
         eps: added to the mean square of a head, above 0.
+
+    Raises:
+        ValueError: an option is out of range.
+        UnsupportedError: bidirectional attention.
     """
 
     supports = CAUSAL_RECURRENCE.but(sequence=True)

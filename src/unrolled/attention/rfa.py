@@ -4,23 +4,24 @@ r"""Random feature attention (RFA): linear attention whose features estimate a G
     S_i = g_i S_{i-1} + (1 - g_i) phi(k_i) v_i^T        z_i = g_i z_{i-1} + (1 - g_i) phi(k_i)
 
 Without the gate, g_i and 1 - g_i are both 1, and bidirectional attention sums over all keys. Only the
-directions of queries and keys matter: with u = x / |x|, a learned scale s in R^D for each head (initially 1)
-and n rows of W drawn from N(0, I),
+directions of queries and keys matter: with u = x / |x|, a learned scale s in R^D for each key/value head
+(initially 1) and n rows of W drawn from N(0, I),
 
     fourier   phi(x) = [sin(W(s u)), cos(W(s u))] / sqrt(n)    E[phi(x) . phi(y)] = exp(-|s(u_x - u_y)|^2 / 2)
     arccos    phi(x) = relu(W(s u)) / sqrt(n)                  the arc-cosine kernel of order 1 of s u
 
-The gate (RFA-Gate) is one number per head and token, g_i = sigmoid(w . x_i + b), by which a head forgets.
-Initially w = 0, and g is from 0.9 to 0.99 across the heads, a memory of 10 to 100 tokens.
+The gate (RFA-Gate) is one number per key/value head and token, g_i = sigmoid(w . x_i + b), by which a head
+forgets. Initially w = 0, and g is from 0.9 to 0.99 across the heads, a memory of 10 to 100 tokens.
 
 Peng, Pappas, Yogatama, Schwartz, Smith and Kong 2021, "Random Feature Attention", arXiv 2103.02143: theorem 1
 (features), section 3.1 (attention), section 3.2 (gate). The paper draws rows of variance s^2 but states the
 kernel with 1 / s^2; here s multiplies, as in the authors' code. `rotary` rotates the vectors s u, so that
-weights depend on distances for any s. The paper's stateful variant is to call `prefill` on each segment with
-the detached state of the previous segment.
+weights depend on distances for any s. For the paper's stateful variant, call `prefill` on each segment, and
+pass it the detached state after the previous segment.
 
-Cost per head, with R = 2n features (n for arccos), values M wide and chunks of C = 64 tokens: in training
-time O(T R (D + M + C)) and memory O(T R); per generated token time O(R (D + M)), memory and state O(R M).
+Cost per head, with R = 2n features (n for arccos), values M wide and chunks of C tokens (8 to 128, by
+backend): in training time O(T R (D + M + C)) and memory O(T R); per generated token time O(R (D + M)), memory
+and state O(R M).
 Cannot: honour an arbitrary `attn_mask`, or distinguish keys of one direction; with the gate it is causal
 only. Fourier features have either sign: with mean(s^2) above about 3 their divisor may be small or negative
 (`signed_linear_attention`), and a warning says so. Arccos features are not negative.
@@ -234,7 +235,7 @@ KERNELS = {
 
 
 class RfaMap(nn.Module):
-    """Features of queries and keys `[...,H,D]`, with norms of about 1.
+    """Features of queries and keys `[...,H,D]`, with norms of 1 (fourier) or about |s u| / sqrt(2) (arccos).
 
     Args:
         n_heads: number of heads, each with its own rows and scale.

@@ -5,7 +5,7 @@ r"""RWKV-7: a state that decays, partly erases the value under a key, and writes
     p_t = f_t * m / |f_t * m|        k_t = f_t * (1 + (a_t - 1) * n)        f_t = W_k x_t^k
     y_t = W_o ((norm_h(o_t) + (r_t . (k_t * u)) v_t) * W_6 sigmoid(W_5 x_t^g))
 
-Every projection reads its own mixture of a token and the one before it, x_t^z = x_t + mu_z * (x_t-1 - x_t)
+Every projection reads its own mixture of a token and the one before it, x_t^z = x_t + mu_z * (x_{t-1} - x_t)
 for z = r, w, k, v, a, g, with zeros before the first token. norm_h is a layer norm of each head, and m, n and
 u are learned per channel. It is the rule of `unrolled.ops.dplr`, where q is r, a is -p and b is a * p.
 

@@ -14,8 +14,9 @@ queries and keys share their projection, and the kernel is symmetric in the inpu
 Tsai, Bai, Yamada, Morency and Salakhutdinov 2019, "Transformer Dissection: A Unified Understanding of
 Transformer's Attention via the Lens of Kernel", arXiv 1908.11775, definition 1 and section 3.
 
-Cost per head: time and memory O(T^2) whatever the kernel; per generated token O(T (D+M)), and as much state.
-It is meant for reading and comparison: a kernel of finitely many features is faster as linear attention.
+Cost per head: time O(T^2 (D+M)) and memory O(T^2) whatever the kernel; per generated token time and state
+O(T (D+M)). It is meant for study and comparison. A kernel with finitely many features is faster as linear
+attention.
 Cannot: guarantee weights between 0 and 1 for a kernel that may be negative, such as "linear" and odd degrees.
 A query whose weights sum to 0 gets 0. Where the sum is close to 0, the weights are large and of both signs.
 Equals softmax attention: with "exp", always. Equals linear attention with the polynomial map: with

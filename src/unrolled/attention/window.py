@@ -4,8 +4,8 @@ r"""Window attention: softmax attention of each token to the tokens near it; the
     W_i = { i + m d : -left <= m <= right }
 
 With dilation d a window reads every d-th token and reaches d times as far. Each head may have its own
-dilation. Over several layers the reach of each, left d, adds up. One token at a time, the state is the last
-left d keys and values.
+dilation. A layer reaches left d tokens back, and the reaches of several layers add up. In a run token by
+token, the state is the last left d keys and values.
 
 Beltagy et al. 2020, "Longformer", arXiv 2004.05150, section 3.1; causal and with d = 1, the sliding window of
 Mistral 7B (Jiang et al. 2023, arXiv 2310.06825, section 2).
@@ -13,8 +13,8 @@ Mistral 7B (Jiang et al. 2023, arXiv 2310.06825, section 2).
 Cost per head: time O(T w (D+M)), memory O(T (D+M)), with w = left + right + 1 keys for any d; time
 O(w (D+M)) and state O(left d (D+M)) per generated token.
 Cannot: read another sequence, or honour an arbitrary `attn_mask`.
-Equals softmax attention: where the window covers the sequence, left and right at least T - 1 with d = 1; and
-within each residue class i mod d where left d and right d are at least T - 1.
+Equals softmax attention: with d = 1, where left >= T - 1 and, unless causal, right >= T - 1; with d > 1,
+within each residue class i mod d, where left d >= T - 1 and, unless causal, right d >= T - 1.
 
 With `rotary`, queries and keys are rotated by their positions, and the state holds rotated keys.
 """
@@ -36,10 +36,14 @@ class WindowAttention(SlidingWindow[None]):
 
     Args:
         d_model, n_heads, common: see `MultiHeadAttention`.
-        window, dilation: see `SlidingWindow`.
+        window: number w of keys that a token reads. If causal, the token itself is one of them, as in
+            Mistral. If bidirectional, w is even, and the token reads w/2 keys on each side and itself, as in
+            Longformer. Or a pair `(left, right)`, the numbers of keys before and after the token.
+        dilation: distance d from one key of the window to the next; one number, or a list with one per head.
 
     Raises:
-        ValueError: as in `SlidingWindow`.
+        ValueError: a window that is negative, odd although bidirectional, or causal with keys after the
+            token; a dilation below 1, or not one for each head.
     """
 
     supports = GENERAL.but(cross=False, single_queries=False, sequence=True)

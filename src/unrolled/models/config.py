@@ -70,9 +70,9 @@ class TransformerConfig(ModelConfig):
         n_layers: number of blocks.
         n_heads: query heads of each block.
         n_kv_heads: key/value heads (grouped-query attention), a divisor of `n_heads`; None for `n_heads`.
-        d_ff: width of the feed-forward layer. None for 4 d_model or, with swiglu, which has three matrices
-            instead of two, for 8/3 d_model rounded up to a multiple of 8. 0 for blocks without a feed-forward
-            layer, which a decoder and an encoder may have.
+        d_ff: width of the feed-forward layer. None: 4 d_model; with swiglu, which has three matrices instead
+            of two, 8/3 d_model rounded up to a multiple of 8. 0: no feed-forward layer, which decoders,
+            encoders, ViT, segmenters and transcribers support.
         attention: name of the mechanism (see `unrolled.attention.names()`), or a list with one per layer.
         attention_options: further arguments of the modules of a mechanism, by the mechanism's name, as in
             `{"linear": {"feature_map": "elu"}}`. They take precedence over `n_heads`, `n_kv_heads`, `bias`
@@ -90,7 +90,8 @@ class TransformerConfig(ModelConfig):
             has one.
         positions: "learned" (one vector for each of `max_length` positions), "axial" (learned, as below),
             "sinusoidal" (any length), "rotary" (inside the attention, any length) or "none".
-        max_length: number of learned positions; it limits nothing else.
+        max_length: number of learned positions. It also limits the outputs of `perceiver_io`, but nothing
+            else.
         axial_shape: for axial positions, the sizes [n_1, n_2 ..] of a grid that the positions fill row by
             row: up to n_1 n_2 .. positions, with n_1 + n_2 + .. vectors.
         axial_widths: widths of the vectors of each axis, which add up to d_model; by default about equal.

@@ -7,12 +7,12 @@ r"""Memory network with supervised memories: selects supporting sentences one by
 Phi counts words regardless of their order, each word in one of three copies: as part of the question, of a
 memory chosen before, or of the candidate y. That is 3 |W| features for |W| words.
 
-A candidate of s_O also has K features of its write time, which Phi_x lacks. One is -a_i / memory_size, where
-a_i sentences come after m_i. For each of the up to K - 1 memories chosen before, another one is 1 if m_i is
-newer than that memory, else 0. The paper compares memories in pairs, by whether one is older than the other,
-and keeps the winner of a loop over all. Here the difference of write times says which of two memories is
-newer, and by how much. So two memories are compared by the difference of their scores, and the winner of the
-loop, in any order, is the argmax:
+A candidate of s_O also has K features of its write time, which Phi_x lacks. The first is -a_i / memory_size,
+where a_i is the number of sentences after m_i. Each other one belongs to one of the memories chosen before,
+at most K - 1: it is 1 if m_i is newer than that memory, else 0. In the paper, a feature says which of two
+compared memories is older, and a loop over all memories keeps the winner. Here the difference of their write
+times says which is newer, and by how much. So two memories are compared by the difference of their scores,
+and the winner of the loop, in any order, is the argmax:
 
     s_O(x, y) - s_O(x, y') = Phi_x(x)^T U^T U (Phi_y(y) - Phi_y(y') + Phi_t(x, y, y'))
 

@@ -84,9 +84,10 @@ class MemN2NConfig(ModelConfig):
         position_encoding: "printed", "code" or "bag", the functions of this module; models with "code" learn
             tasks that models with "printed" do not.
         temporal: add temporal encodings, which depend on the place of a sentence.
-        linear_start: number of training batches at the start in which the hops have no softmax, p = u . m,
-            which avoids bad minima (section 4.2). Evaluation uses the form of the next batch.
-        noise: in training, up to this fraction of empty memories is inserted between the sentences at random.
+        linear_start: number of training batches at the start in which p = u . m, without the softmax. This
+            avoids bad minima (section 4.2). Evaluation uses the form that the next training batch will use.
+        noise: in training, a random number of empty memories, up to this fraction of the number of sentences,
+            is inserted at random places.
         seed: of that randomness.
     """
 

@@ -43,8 +43,9 @@ class NonLocalBlock(nn.Module):
         channels: number of channels C.
         inner_channels: width of theta, phi and g; half of C by default.
         pairwise: the function f, as in the table above.
-        pool: max-pool phi and g over squares (with one axis, spans) of this size; the time axis of a video,
-            the first of three, is not pooled. Positions that do not fill a square are dropped.
+        pool: max-pool phi (with "gaussian", the input) and g over squares (with one axis, spans) of this
+            size; the time axis of a video, the first of three, is not pooled. Positions that do not fill a
+            square are dropped.
 
     Raises:
         ValueError: sizes below 1, or an unknown function.

@@ -4,10 +4,10 @@ r"""Perceiver and Perceiver IO: a few latent vectors attend to any number of inp
     z <- z + attend(norm(z), norm(x)),  z <- z + ff(norm(z))            cross-attention to the inputs x
     z <- block_K( ... block_1(z))                                       the latents attend to each other
 
-The Perceiver repeats the last two lines and classifies the mean of the latents by a linear layer. Its stacks
-of blocks share their weights over the repetitions; its first cross-attention has its own weights, and the
-others share theirs. Perceiver IO reads the inputs once, repeats the last line, and decodes the latents by one
-more cross-attention from output queries, followed by a linear layer.
+The Perceiver repeats the last two lines, and a linear layer classifies the mean of the latents. All
+repetitions use the same blocks. The first cross-attention has its own weights; all later ones share one set.
+Perceiver IO reads the inputs once, repeats the last line, and decodes the latents by one more cross-attention
+from output queries, followed by a linear layer.
 
 Jaegle et al. 2021, "Perceiver: General Perception with Iterative Attention", arXiv 2103.03206, section 3;
 Jaegle et al. 2021, "Perceiver IO", arXiv 2107.14795, section 3.
@@ -110,7 +110,7 @@ class Perceiver(RecomputingModel):
             x: token ids `[B, S]` long, or continuous inputs `[B, S, input_dim]`; `[B, *axes, input_dim]` for
                 those on a grid, which need not be of the config's size.
             key_padding_mask: `[B, S]` bool, True at inputs that are masked; the points of a grid are in
-                row-major order. Masked tokens do not count in positions; points of a grid keep their place.
+                row-major order. Positions skip masked tokens; the points of a grid keep their place.
         """
         return self.head(self.hidden(x, key_padding_mask=key_padding_mask))
 

@@ -51,8 +51,8 @@ class RNNSeq2SeqState(NamedTuple):
 class RNNSeq2Seq(Seq2Seq[RNNSeq2SeqState]):
     """A bidirectional GRU that encodes, and a GRU that decodes with attention to it.
 
-    Initial weights are those of the paper: square recurrent matrices are orthogonal, weights of additive
-    attention are as in `BahdanauAttention`, biases are 0, and all others are drawn from N(0, 0.01^2).
+    Initial weights are those of the paper: square recurrent matrices are orthogonal, biases are 0, and all
+    other weights are drawn from N(0, 0.01^2). The attention has its own initial weights.
     """
 
     model_name = "rnn_seq2seq"

@@ -1,7 +1,7 @@
 """The transcriber: speech to symbols by bidirectional blocks with any attention mechanism.
 
     z = subsampling(x)                      T frames of features to T / 4 vectors
-    z <- block_L( ... block_1(z))           positions in the attention, or added before
+    z <- block_L( ... block_1(z))           with rotary positions, or others added before the first block
     p_t = softmax(W norm(z)_t + b)          over the symbols and the blank
 
 trained by CTC (`unrolled.models.ctc`), as the models of speech of Katharopoulos et al. 2020 (arXiv

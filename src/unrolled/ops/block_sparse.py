@@ -56,9 +56,8 @@ def block_sparse_attention(
             queries, the indices of the key blocks that it attends to. An index is below ceil(S/K), or -1 for
             no block.
         block_size: (C, K), the lengths of a block of queries and of a block of keys.
-        allowed: boolean, broadcastable to `[H,C,L K]`, True = attend: which keys of the list each query of a
-            block attends to. The same mask applies to every block. By default, a query attends to all keys
-            of its list.
+        allowed: boolean, broadcastable to `[H,C,L K]`, True = attend: which of the L K keys in its list each
+            of the C queries of a block attends to, the same for all blocks. By default, all of them.
         key_padding_mask: `[B,S]`, True = padding: such a key is masked, but keeps its position.
         scale: factor of the scores, 1/sqrt(D) by default.
 

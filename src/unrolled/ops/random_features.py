@@ -136,10 +136,11 @@ def signed_linear_attention(
 ) -> tuple[Tensor, LinearState]:
     """Compute `linear_attention` with features that may be negative and have a norm of about 1.
 
-    The denominator d = q_i . z_i estimates a positive number, but may itself be small or negative. It is
-    replaced by sign(d) max(|d|, 1e-6 w_i), which keeps its sign. w_i is 1 by default. If the keys were scaled
-    (by 1 - a_t, for example), pass w as `weight [B,T,H]`: w_i is the sum of the factors of all keys that
-    query i attends to. Other arguments and results are those of `linear_attention` with `return_state`.
+    The denominator d = q_i . z_i estimates a positive number, but may itself be small or negative. Where |d|
+    is below 1e-6 w_i, it is replaced by 1e-6 w_i with the sign of d. w_i is 1 by default. If the keys were
+    scaled (by 1 - a_t, for example), pass the w_i as `weight [B,T,H]`: w_i is the sum of the factors of all
+    keys that query i attends to. Other arguments and results are those of `linear_attention` with
+    `return_state`.
     """
     before = None if state is None else _joined(state, q, k, v)
     o, after = linear_attention(q, k, _with_ones(v), state=before, return_state=True, normalize=False, **keys)

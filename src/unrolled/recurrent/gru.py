@@ -6,7 +6,8 @@ r"""The gated recurrent unit as torch and cuDNN have it: the reset gate acts aft
     h_t = (1 - z_t) * n_t + z_t * h_{t-1}
 
 Cho et al. 2014, arXiv 1406.1078v1. With this form of the reset gate one matrix product serves all three
-gates. Here z_t keeps the old state; in the paper's cell, `gru_reset_before`, it admits the new one.
+gates. Here z_t keeps the old state, as in Cho et al.; in `gru_reset_before`, it admits the new one, as in
+Bahdanau et al. 2014.
 
 Cost, N = hidden_size and P = input_size: time O(T N (N+P)), sequentially; 3 (N^2 + N P + N) + N
 parameters; per generated token time O(N (N+P)), state O(N).

@@ -3,8 +3,8 @@ r"""A whole Transformer layer as a recurrent cell: linear attention and the feed
     s_t = s_{t-1} + phi(k_t) v_t^T        z_t = z_{t-1} + phi(k_t)        q_t, k_t, v_t = W x_t + b
     y_t = f_l(phi(q_t)^T s_t / phi(q_t)^T z_t + x_t)                      phi(x) = elu(x) + 1
 
-for each head; the heads are projected before x_t is added. f_l is the rest of a post-norm Transformer layer:
-u = norm(.), then norm(u + W_2 relu(W_1 u)).
+for each head. The outputs of all heads are joined and projected before x_t is added. f_l is the rest of a
+post-norm Transformer layer: u = norm(.), then norm(u + W_2 relu(W_1 u)).
 
 Katharopoulos et al. 2020, "Transformers are RNNs", arXiv 2006.16236, eq. 16-20, with several heads; Vaswani
 et al. 2017, arXiv 1706.03762, for f_l.

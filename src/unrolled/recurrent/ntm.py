@@ -2,7 +2,7 @@ r"""Neural Turing Machine: a controller that reads and writes a memory of N rows
 
     controller      c_t = tanh(W_x x_t + W_r r_{t-1} + b)          or an LSTM's step on [x_t; r_{t-1}]
     content         u(i) = softmax_i(beta cos(k, M_{t-1}(i)))
-    interpolate     g u + (1 - g) w_{t-1}
+    interpolate     w^g = g u + (1 - g) w_{t-1}
     shift           w'(i) = sum_j w^g(i - j mod N) s(j)            j = -R ... R
     sharpen         w_t(i) = w'(i)^gamma / sum_j w'(j)^gamma
     read            r_t = sum_i w_t(i) M_{t-1}(i)                  for each read head
@@ -16,8 +16,8 @@ heads address and read the memory before it is written. The memory is initialise
 trains more reliably than random or learned contents (Collier and Beel 2018, arXiv 1807.08518); every head
 starts at row 0, and r_0 = 0.
 
-No input can cause an overflow: beta and gamma are bounded, a is a tanh, norms have an epsilon inside their
-roots, and powers are computed as softmax(gamma log w).
+No input can cause an overflow: beta is at most 50 and gamma at most 20, a is a tanh, norms have an epsilon
+inside their roots, and powers are computed as softmax(gamma log w).
 
 Cost, C = controller_size, H heads, memory N rows of W: time O(T (C (C + H W) + H N W)), sequentially; the
 number of parameters does not depend on N; per generated token, time O(C (C + H W) + H N W) and a state of

@@ -37,8 +37,9 @@ class TrainConfig(Checked):
         weight_decay: applied to matrices and convolutions, never to biases and norms.
         warmup_steps: updates over which the learning rate rises linearly to `lr`.
         schedule: learning rate after the warm-up: "cosine" falls to `min_lr` at `steps`, "plateau" is halved
-            when the validation loss stops falling, "constant" stays at `lr`, and "inverse_sqrt" falls with
-            the inverse root of the number of updates (see `unrolled.training.optim.Schedule`).
+            when three evaluations in a row bring no new lowest loss, "constant" stays at `lr`, and
+            "inverse_sqrt" falls with the inverse root of the number of updates (see
+            `unrolled.training.optim.Schedule`).
         ema: decay of an exponential moving average of the weights. The average is then evaluated and saved in
             place of the weights. After n updates, the decay is at most (1 + n) / (10 + n), so that the first
             weights are soon forgotten. None evaluates and saves the weights themselves.
@@ -58,11 +59,11 @@ class TrainConfig(Checked):
             sequence. This takes the memory of one segment, and the time of another forward pass. The states
             between segments are kept in a temporary file. None reads sequences whole. See
             `unrolled.training.segments`.
-        carry_state: start each row that continues the same row of the previous batch from the state at the
-            end of that row, without a gradient to this state (`unrolled.training.carrying`). The rows of the
+        carry_state: start a row that continues the same row of the previous batch from the state at the end
+            of that row. No gradient flows into this state (`unrolled.training.carrying`). The rows of the
             data set must continue from batch to batch, as with `data.order=consecutive`.
-        redraw_every: redraw random features (`performer`, `rfa`) and rotations (`reformer`) after this many
-            updates; None never redraws them.
+        redraw_every: redraw random features (`performer`, `rfa`), rotations (`reformer`) and the projections
+            of hashes (`clustered`) after this many updates; None never redraws them.
         threads: number of CPU threads of torch; None leaves it as it is.
         shard: number of processes over which one copy of the weights, gradients and optimiser is spread
             (FSDP2). The number of copies is the number of processes divided by `shard`. 1 keeps a whole copy

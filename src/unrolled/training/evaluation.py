@@ -30,7 +30,7 @@ def evaluate(
     stop: Callable[[], bool] = lambda: False,
     processes: Processes = ALONE,
 ) -> float:
-    """Mean loss over all targets of the validation split, in nats per token.
+    """Mean loss over all targets of the validation split, or of its first `eval_batches`, in nats per token.
 
     Each batch counts by its number of targets, so the result does not depend on the batch size. Runs in eval
     mode, under the autocast of training, and leaves torch's random generators as they were.

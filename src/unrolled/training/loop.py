@@ -87,13 +87,15 @@ def train(
             to send the log to a tracker of experiments.
 
     Raises:
-        ValueError: the folder cannot be written to or another process trains there, or its checkpoint is
-            damaged or belongs to another model, config or data set, or a batch has nothing to predict, or the
-            batches or the weights cannot be divided evenly among the processes.
+        ValueError: the folder cannot be written to, or another process trains in it; its checkpoint is
+            damaged, or belongs to another model, config or data set; the config does not suit the model or
+            the data set; a batch has nothing to predict; the batches or the weights cannot be divided evenly
+            among the processes.
         FloatingPointError: a loss or the gradient is not finite; `last.safetensors` holds an earlier step.
         OSError: a file cannot be written, as on a full disk; `last.safetensors` holds an earlier step.
-        UnsupportedError: TensorBoard is not installed, or the model cannot recompute activations, or this
-            torch cannot shard it.
+        UnsupportedError: TensorBoard is not installed; the model cannot recompute activations, carry a state,
+            run in segments or slices, or be compiled, but the config asks for it; or this torch cannot shard
+            it, or has no Muon.
         ElsewhereError: another process of the run failed.
     """
     run_dir = Path(run_dir)

@@ -102,12 +102,13 @@ class ScheduleState:
 class Schedule:
     """The learning rate of each update.
 
-    With `s` the updates already done, `w` warm-up steps and `n` steps in the run:
+    With `s` the updates already done, `w` warm-up steps, `n` steps in the run, and peak = lr unless said
+    otherwise:
 
         s < w          peak * (s + 1) / w
         cosine         min_lr + (lr - min_lr) * (1 + cos(pi * d)) / 2, d = (s - w) / (n - w), or the part of
                        `seconds` that has passed
-        plateau        peak = max(min_lr, lr * 0.5^k), k = how often the validation loss stopped falling
+        plateau        peak = max(min_lr, lr * 0.5^k), k = how often 3 evaluations brought no new lowest loss
         constant       lr
         inverse_sqrt   lr * sqrt(w / (s + 1))
 

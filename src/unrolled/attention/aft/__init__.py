@@ -11,12 +11,13 @@ bidirectional attention over all j. The bias w_tj weighs position j for position
     "simple"       0                                         sums
     "conv"         one per head and distance, in a window    sums, and the last window - 1 keys and values
 
-Keys outside the window have bias 0 and still count. With "conv" a head has one key for all its values,
-and w = gamma (c - mean(c)) / std(c) + beta over a window of `window` positions, which ends at t when causal
-and is centred on t otherwise; gamma and beta begin at 0.
+Keys outside the window have bias 0 and still count. With "conv", all elements of a head share one key, and
+w = gamma (c - mean(c)) / std(c) + beta over `window` positions. The window ends at t if causal, and is
+centred on t otherwise. gamma and beta begin at 0.
 
 Zhai et al. 2021, "An Attention Free Transformer", arXiv 2105.14103: eq. 2 (AFT-full), and section 3 for the
-other three and for the factors a and b, which are drawn with a standard deviation of 0.01.
+other three and for the factors a and b. These are drawn with a standard deviation of 0.01; the paper leaves
+open whether its number is a variance.
 
 Cost for d = n_heads head_dim elements: "full" time O(T^2 d), memory O(T^2 + T d log T); the others, for a
 given window, time and memory O(T d). Per generated token: "full" O(T d), the others O(window d).
@@ -65,8 +66,8 @@ class AFT(MultiHeadAttention[AFTState, None]):
 
     Args:
         d_model, n_heads, common: see `MultiHeadAttention`; n_kv_heads must be n_heads, and value_dim must be
-            head_dim. Except for "conv" and an `attn_mask`, heads have no meaning: each of the
-            n_heads head_dim elements is averaged by itself.
+            head_dim. Each of the n_heads head_dim elements is averaged by itself, so heads matter only for
+            "conv" and for an `attn_mask` that differs between heads.
         position_bias: "full", "local", "simple" or "conv".
         window: "local": keys less than this far away have a bias (32 by default); "conv": width of the window
             (15 by default), odd unless causal.

@@ -12,17 +12,18 @@ Queries and keys share one projection. Token i is not in its own P_i; if P_i is 
     causal          P_i^r is the last c of the earlier members of i's bucket.
 
 Kitaev, Kaiser and Levskaya 2020, "Reformer: The Efficient Transformer", arXiv 2001.04451, section 2. Each
-round gives o_i^r and its log-sum-exp. The score of a key that N_ij rounds read is reduced by log N_ij in each
-(appendix A), so that merging the rounds is one softmax over the union. The paper's finite penalty of 1e5 for
-i itself is infinite here. As in the authors' code, scores are not divided by sqrt(D): `scale` is 1.
+round gives o_i^r and its log-sum-exp. If N_ij rounds read key j, its score is reduced by log N_ij in each of
+these rounds (appendix A). Merging the rounds then gives one softmax over the union. The paper's finite
+penalty of 1e5 for i itself is infinite here. As in the authors' code, scores are not divided by sqrt(D):
+`scale` is 1.
 
-**Why the causal form differs from the paper's.** The paper masks the later keys of each chunk. Then o_i
-contains no value of a later token, but later tokens shift the chunk boundaries, and so determine which
-*earlier* keys i attends to: in each round, the position of i after sorting is the number of tokens in lower
-buckets, plus that of the earlier tokens in its own. So o_i depends on the past, on the length, and on the
-number of later tokens in each bucket. Such a model is trained on information that it lacks during generation.
-`lsh_attention(causal=True)` computes that form, for comparison. In the module, the sets depend only on the
-past, so that running token by token gives the same outputs.
+**Why the causal form differs from the paper's.** The paper masks the later keys of each chunk. Then no value
+of a later token enters o_i. But later tokens shift the borders of the chunks, and so decide which *earlier*
+keys i attends to. In each round, the place of i after sorting is the number of all tokens in lower buckets,
+later ones included, plus the number of earlier tokens in its own bucket. So o_i depends on the past, on the
+length, and on the number of later tokens in each bucket. Such a model is trained on information that it lacks
+during generation. `lsh_attention(causal=True)` computes that form, for comparison. In the module, the sets
+depend only on the past, so that running token by token gives the same outputs.
 
 Cost per head, for R rounds: time O(R T (log T + c (D+M+R))), memory O(R T (c+D+M)); short inputs are computed
 as one masked softmax over the union in O(T^2). The state of causal attention grows up to R n_buckets c
@@ -103,7 +104,8 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
     Args:
         d_model, n_heads, common: see `MultiHeadAttention`; n_kv_heads must be n_heads, since queries and keys
             share one projection. The authors use no bias.
-        chunk: length c of the chunks or, if causal, the number of tokens of its bucket that a query reads.
+        chunk: c. Bidirectional: the number of tokens in a chunk. Causal: the number of earlier tokens of its
+            own bucket that a query reads.
         n_buckets: an even number, or a sequence of its even factors. The paper uses 2 T / c.
         n_rounds: number R of hash rounds.
         same_bucket: attend only to the query's own bucket; causal attention always does.

@@ -4,9 +4,9 @@ In round r query i reads a set P_i^r of keys of the same sequence, never key i. 
 
     P_i = union of P_i^r        o_i = sum_{j in P_i} softmax_j(scale q_i . k_j) v_j, or v_i if P_i is empty
 
-A round multiplies blocks of c queries with 2c keys, and gives o_i^r with its log-sum-exp. The score of a key
-that N_ij rounds read is reduced by log N_ij in each, so that merging the rounds is the softmax over the
-union.
+A round multiplies blocks of c queries with 2c keys, and gives o_i^r with its log-sum-exp. If N_ij rounds read
+key j, its score is reduced by log N_ij in each of these rounds. Merging the rounds then gives the softmax
+over the union.
 
 Kitaev, Kaiser and Levskaya 2020, "Reformer", arXiv 2001.04451, section 2 and appendix A. The module
 `reformer` defines the sets, and says why the causal ones differ from those of the paper.

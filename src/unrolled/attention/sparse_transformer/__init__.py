@@ -7,17 +7,18 @@ With the stride l, query i of causal attention reads keys j <= i of
     fixed        floor(j / l) = floor(i / l)      j mod l among the last c places, or j = i
 
 The fixed pattern cuts the sequence into blocks of l, whose last c tokens summarise them for later blocks.
-With u sub-blocks, head h instead reads the c places that end at l - (h mod u) c. The places after these are
-reached in two hops only through heads that read the last c places. Bidirectional attention reads ahead as it
-reads back. A head that reads both sets reads their union by one softmax, each key once.
+With u sub-blocks, head h instead reads the c places that end at l - (h mod u) c. Such a head alone does not
+reach the later places of a block in two hops; heads that read the last c places do. Bidirectional attention
+reads ahead as it reads back. A head that reads both sets reads their union by one softmax, each key once.
 
-Child, Gray, Radford and Sutskever 2019, "Generating Long Sequences with Sparse Transformers",
-arXiv 1904.10509, sections 4.2, 4.3 and 5.2. Their w is l; their code has l - 1. By their formula, far keys
-alone leave early queries of the fixed pattern with nothing to read: here each query reads itself.
+Child, Gray, Radford and Sutskever 2019, "Generating Long Sequences with Sparse Transformers", arXiv
+1904.10509, sections 4.2, 4.3 and 5.1. In the paper w is l, in the authors' code l - 1. In the paper's fixed
+pattern, early queries have no far keys, so a head that reads far keys only would read nothing. Here each
+query also reads itself.
 
-Cost per head, strided and fixed: time O(T (w + T / l) (D + M)) and O(T (l + T c / l) (D + M)), memory that
-of inputs and outputs. Per generated token time O((w + T / l) (D + M)) and O((l + T c u / l) (D + M)); state
-O(T (D + M)) and O((l + T c u / l) (D + M)). A prefill that continues a state costs as much as one of the
+Cost per head: memory is that of inputs and outputs. Strided: time O(T (w + T / l) (D + M)); per generated
+token time O((w + T / l) (D + M)), state O(T (D + M)). Fixed: time O(T (l + T c / l) (D + M)); per generated
+token time and state O((l + T c u / l) (D + M)). A prefill that continues a state costs as much as one of the
 whole sequence.
 Cannot: read another sequence, or honour an arbitrary `attn_mask`. The strided pattern suits
 periodic data, such as the rows of an image, and fails on text.
@@ -51,7 +52,7 @@ class SparseTransformerAttention(MultiHeadAttention[FactorizedState, None]):
         d_model, n_heads, common: see `MultiHeadAttention`.
         kind: "fixed" or "strided".
         stride: l, about the square root of the expected length.
-        window: w of the strided kind; l by default, as in the paper (its code has l - 1).
+        window: w of the strided kind, at least l - 1; l by default, as in the paper (its code has l - 1).
         summary: c of the fixed kind, a divisor of l; a quarter of l by default, or l if 4 does not divide it.
         subblocks: u of the fixed kind, the number of different summaries that the heads read in turn, up to
             l / c.

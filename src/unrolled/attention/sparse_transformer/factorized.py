@@ -14,7 +14,7 @@ computed separately, and merged by their log-sum-exp.
     fixed near      each block of l is a short sequence
     fixed far       blocks read the summaries of earlier ones by pairs, pairs of pairs and so on
 
-Child et al. 2019, "Generating Long Sequences with Sparse Transformers" (arXiv 1904.10509), section 4.2.
+Child et al. 2019, "Generating Long Sequences with Sparse Transformers" (arXiv 1904.10509), section 4.3.
 """
 
 import math

@@ -4,8 +4,8 @@ A sequence of T tokens fills a grid [time, height, width] in row-major order. Wi
 differences of j and i on the three axes, place i reads, each key once,
 
     grid:    the j with at most one nonzero d_ij       time + height + width - 2 of them
-    cube:    the j with |d_ij| <= radius on every axis, and with `stride` those with d_ij a multiple of stride
-             on every axis
+    cube:    the j with |d_ij| <= radius on every axis; with `stride`, also the j whose d_ij is a multiple of
+             stride on every axis
 
     o_i = sum_j softmax_j(s_ij) v_j        s_ij = scale q_i . (k_j + r^t[d_ij^t] + r^h[d_ij^h] + r^w[d_ij^w])
 
@@ -13,17 +13,17 @@ where the relative embeddings r are optional.
 
 Duke, Ahmed, Wolf, Aarabi and Taylor 2021, "SSTVOS: Sparse Spatiotemporal Transformers for Video Object
 Segmentation", arXiv 2101.08833: grid attention with scale = 1 and relative embeddings, and strided attention
-as in Child et al. 2019, "Sparse Transformers", arXiv 1904.10509, on each axis. In the authors' code a pair
-has only the embedding of the axis on which it differs, and i itself has that of its row. The result is the
-same where the three r[0] are equal.
+as in Child et al. 2019, "Sparse Transformers", arXiv 1904.10509, on each axis. In the authors' code, a pair
+of places has only the embedding of the axis on which the two differ, and the pair of i with itself has that
+of its row. The result is the same if the three r[0] are equal.
 
 Cost per head for n places: grid, time O(n (time + height + width) (D+M)) and O(n (time + height + width))
 scores; cube of c keys, O(n c) scores, a few times as many as are used; strided, O(n^2 / stride^3) more.
 Cannot: be causal, run as a recurrence, or honour an arbitrary `attn_mask`.
 Equals softmax attention: where at most one axis is longer than 1, or where the cube holds the whole grid.
 
-The last frame may be incomplete: the places that it lacks do not exist. Padded tokens are not part of the
-video: the others fill the grid in their order, so that whole frames may be padded, on any side.
+The last frame may be incomplete; the places that it lacks do not exist. Padded tokens are not part of the
+video: the valid tokens fill the grid in their order. So whole frames may be padded, on any side.
 """
 
 import math

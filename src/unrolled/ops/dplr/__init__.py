@@ -2,9 +2,9 @@ r"""The rule of a diagonal plus low rank: a linear memory that decays, and moves
 
     S_t = (diag(w_t) + b_t a_t^T) S_{t-1} + k_t v_t^T        o_t = S_t^T q_t
 
-a_t reads the state before it decays. The value that it reads is written at b_t, after the channels of the
-state have decayed. With a_t = w_t * k_t, b_t = -beta_t k_t and values beta_t v_t, this is the delta rule with
-a gate for every channel (`unrolled.ops.delta`).
+a_t reads a value from the state before the state decays. After the decay, this value is written at b_t. With
+a_t = w_t * k_t, b_t = -beta_t k_t and values beta_t v_t, this is the delta rule with a gate for every channel
+(`unrolled.ops.delta`).
 
 Peng et al. 2025, "RWKV-7 'Goose' with Expressive Dynamic State Evolution" (arXiv 2503.14456).
 """
@@ -39,8 +39,8 @@ def dplr(
         k: keys `[B,T,H,D]`.
         v: values `[B,T,H,M]`.
         a: vectors that read the state before a token is written, `[B,T,H,D]`.
-        b: vectors at which the values read by a are written, `[B,T,H,D]`. The state may grow without bound
-            where |a_t| |b_t| is above 2.
+        b: vectors at which the values read by a are written, `[B,T,H,D]`. With b_t = -beta a_t and |a_t| = 1,
+            the state stays bounded for beta from 0 to 2; with others, it may grow without bound.
         log_decay: natural logarithm of the gates w `[B,T,H,D]`, at most 0.
         key_padding_mask: `[B,T]`, True = padding: such a token leaves the state unchanged.
         cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1).
@@ -67,7 +67,7 @@ def dplr(
 def dplr_step(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, log_decay: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One token: a reads the state, which then decays; a's value is written at b, and v at k; then q reads.
+    """One token: a reads, the state decays, what a read is written at b and v at k, and q reads.
 
     Args:
         q, k, a, b: `[B,H,D]`.

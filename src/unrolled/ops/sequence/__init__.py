@@ -18,9 +18,9 @@ empty state:
 A mechanism declares its summary in one method, `MultiHeadAttention.summarise`; everything else is in the base
 class and in this package. `scan` gathers the summaries of all ranks and folds them, or passes sums from rank
 to rank. Its gradients go back the same way: by a reduce-scatter, or from the last rank to the first. Every
-rank takes part in both passes, forward and backward, whether or not its own output depends on other ranks. So
-all ranks must run the same calls in the same order, with a mask on every rank or on none. Each rank
-back-propagates its own loss. The gradient of the sum of these losses is the sum of the ranks' gradients.
+rank takes part in the forward and in the backward pass, even if its own output does not depend on other
+ranks. So all ranks must make the same calls in the same order, and either all or none pass a mask. Each rank
+back-propagates its own loss. The sum of the ranks' gradients is the gradient of the sum of their losses.
 
 The slices must be equally long. Positions also count the tokens of earlier ranks. A state passed to `prefill`
 is the state before the first rank's slice, and must be the same on all ranks. The state returned is the state
