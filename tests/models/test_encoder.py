@@ -214,7 +214,8 @@ def test_a_masked_model_learns_to_fill_a_gap():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: m(torch.zeros(2, 4, 3)), r"x has shape \[2, 4, 3\], but must be \[B, T, input_dim = 5\]"),
+        (lambda m: m(torch.zeros(2, 4, 3)), r"x has shape \[2, 4, 3\], but must be \[B, T, 5\]"),
+        (lambda m: m(torch.zeros(2, 4, 5)), "x is torch.float32, but the weights are torch.float64"),
         (lambda m: m(torch.zeros(2, 13, 5).double()), "length 13, but must have at most max_length = 12"),
         (
             lambda m: m.loss(torch.zeros(2, 4, 5).double(), torch.zeros(2, 4).long()),

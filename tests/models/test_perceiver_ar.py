@@ -207,6 +207,7 @@ def test_it_learns_to_copy_from_the_prefix():
     ("call", "error", "message"),
     [
         (lambda: perceiver(attention="linear"), ValueError, r"attention begins with 'linear', but must begin with 'softmax'.*\['softmax', 'linear'\]"),
+        (lambda: perceiver(attention_options={"softmax": {"conv": 3}}), ValueError, "conv of the first block is 3, but must be None"),
         (lambda: perceiver()(tokens_of(2, 5), n_latents=0), ValueError, "n_latents is 0, but must be at least 1"),
         (lambda: perceiver()(tokens_of(1, 5), cu_seqlens=torch.tensor([0, 5], dtype=torch.int32)), UnsupportedError, "use key_padding_mask"),
         (lambda: perceiver()(tokens_of(2, 5), key_padding_mask=torch.zeros(2, 4).bool()), ValueError, r"key_padding_mask has shape \[2, 4\]"),

@@ -84,6 +84,16 @@ def test_a_model_comes_back_bit_for_bit(kind, fields, dtype, tmp_path):
         assert torch.equal(loaded.eval()(*inputs), model(*inputs))
 
 
+def test_each_weight_keeps_its_own_type(tmp_path):
+    model = small_model("decoder").bfloat16()
+    model.stack.blocks[0].ff.float()
+    model.save(tmp_path)
+    loaded = models.load(tmp_path).state_dict()
+    assert {name: x.dtype for name, x in loaded.items()} == {
+        name: x.dtype for name, x in model.state_dict().items()
+    }
+
+
 def test_a_model_of_another_kind_is_refused(tmp_path):
     small_model("encoder").save(tmp_path)
     with pytest.raises(ValueError, match="kind 'encoder', but must hold one of kind 'decoder'"):

@@ -27,6 +27,31 @@ def test_padding_is_not_read():
     torch.testing.assert_close(found, model(x[:, :4]), rtol=0, atol=1e-5)
 
 
+def test_autocast_does_not_narrow_the_residual_stream():
+    model = small_model("segmenter", attention="softmax", positions="rotary").eval()
+    seen = []
+    model.stack.layers[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(1, 6, 4))
+    assert seen == [torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.zeros(2, 5, 3), r"x has shape \[2, 5, 3\], but must be \[B, T, 4\]"),
+        (torch.zeros(2, 5, 4, dtype=torch.long), "x is torch.int64, but the weights are torch.float32"),
+        (None, "x is a NoneType, but must be a tensor"),
+    ],
+)
+def test_wrong_input_is_refused_in_one_sentence(x, message):
+    model = small_model("segmenter")
+    with pytest.raises(ValueError, match=message):
+        model(x)
+    with pytest.raises(ValueError, match="targets is a list"):
+        model.loss(torch.zeros(2, 5, 4), [1])
+
+
 def test_the_loss_is_the_mean_over_the_bits_that_are_asked_for():
     logits = torch.tensor([[0.0, 2.0], [-1.0, 3.0]], dtype=torch.float64)
     targets = torch.tensor([[1.0, IGNORED], [0.0, 1.0]], dtype=torch.float64)

@@ -87,8 +87,11 @@ def test_videos_go_through_grid_attention():
 def test_learned_positions_are_interpolated_for_other_sizes(fields):
     model = vit(**fields)
     size, grid, x = model.config.image_size, model.config.grid, normal(1, 2, *model.config.image_size)
+    model.documents, model.gradient_checkpointing = {"classes.json": ["a"]}, True
     same = model.resized(size)
     assert same is not model
+    assert same.documents == model.documents == {"classes.json": ["a"]}
+    assert same.gradient_checkpointing
     assert_same(same(x), model(x))
 
     table = model.positions.table.weight

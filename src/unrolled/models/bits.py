@@ -6,7 +6,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import IGNORED
 from unrolled.models.heads import at_least_fp32
-from unrolled.ops.checks import shape, wrong
+from unrolled.ops.checks import check_tensor, shape, wrong
 
 
 def check_numbers(targets: Tensor, like: Tensor) -> None:
@@ -15,6 +15,7 @@ def check_numbers(targets: Tensor, like: Tensor) -> None:
     Raises:
         ValueError: the shapes differ, or the targets are integers.
     """
+    check_tensor("targets", targets)
     if targets.shape != like.shape or not targets.is_floating_point():
         raise wrong("targets", targets, f"floating point {shape(like)}")
 

@@ -15,9 +15,10 @@ from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.heads import Categorical
 from unrolled.models.reversible import make_stack
 from unrolled.models.saving import RecomputingModel
-from unrolled.ops.checks import check_key_padding_mask, shape, wrong, wrong_shape
+from unrolled.ops.checks import check_key_padding_mask, shape, wrong
 from unrolled.ops.dense import Layer, Linear
 from unrolled.ops.dropout import Dropout
+from unrolled.ops.inputs import check_input
 from unrolled.ops.masks import without_padding
 
 Output = Literal["classification", "tokens", "masked", "hidden"]
@@ -195,13 +196,11 @@ class Encoder(RecomputingModel):
         """The output of the last block, [B, T, d_model]; the arguments are those of `forward`."""
         if self.config.vocab_size is not None:
             check_ids("x", x, self.config.vocab_size, self.embedding.weight)
-        elif x.dim() != 3 or x.shape[-1] != self.config.input_dim:
-            raise wrong_shape("x", x, f"[B, T, input_dim = {self.config.input_dim}]")
-        elif (
-            key_padding_mask is not None
-        ):  # zero padding before the embedding: NaN there would reach the embedding's gradient
-            check_key_padding_mask(key_padding_mask, *x.shape[:2])
-            x = without_padding(x, key_padding_mask)
+        else:
+            check_input("x", x, ["B", "T", cast(int, self.config.input_dim)], self.embedding.weight)
+            if key_padding_mask is not None:  # NaN at padding would reach the embedding's gradient
+                check_key_padding_mask(key_padding_mask, *x.shape[:2])
+                x = without_padding(x, key_padding_mask)
         y = self.embedding(x).to(self.embedding.weight.dtype)  # autocast must not narrow the residual stream
         y = self.positions(y, key_padding_mask=key_padding_mask)
         y = self.dropout(self.embedding_norm(self._add_segments(y, segments)))

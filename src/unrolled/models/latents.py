@@ -12,9 +12,10 @@ from unrolled.models.checks import check_ids
 from unrolled.models.config import Mechanisms, Sizes, TransformerConfig, check_one_input
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.reversible import make_stack
-from unrolled.ops.checks import check_key_padding_mask, shape, wrong
+from unrolled.ops.checks import check_key_padding_mask, wrong
 from unrolled.ops.dense import Layer, Linear
 from unrolled.ops.dropout import Dropout
+from unrolled.ops.inputs import check_input
 from unrolled.ops.masks import without_padding
 from unrolled.ops.positions import fourier_features, grid_positions
 from unrolled.ops.softmax import softmax_attention
@@ -116,11 +117,9 @@ class InputArray(Layer):
         return cast(Tensor, self.dropout(self.positions(x, key_padding_mask=key_padding_mask)))
 
     def _continuous(self, x: Tensor) -> Tensor:
-        grid, width = self.config.grid, self.config.input_dim
-        axes = 1 if grid is None else len(grid)
-        if x.dim() != axes + 2 or x.shape[-1] != width:
-            places = "T" if grid is None else ", ".join("XYZ"[:axes]) if axes < 4 else f"{axes} axes"
-            raise ValueError(f"x has shape {shape(x)}, but must be [B, {places}, input_dim = {width}]")
+        grid, width = self.config.grid, cast(int, self.config.input_dim)
+        places = ["T"] if grid is None else [f"X{i}" for i in range(1, len(grid) + 1)]
+        check_input("x", x, ["B", *places, width], None)
         if grid is not None:
             points = grid_positions(x.shape[1:-1], device=x.device)
             features = fourier_features(points, self.config.n_bands, grid, dtype=x.dtype)
@@ -170,9 +169,9 @@ class CrossAttend(Layer):
                 raise wrong(name, self.heads, f"a divisor of the cross-attention's width {size}")
         self.query_norm = make_norm(config, query_width)
         self.array_norm = make_norm(config, array_width)
-        self.q_proj = Linear(query_width, width)
-        self.kv_proj = Linear(array_width, width + value_width)
-        self.out_proj = Linear(value_width, query_width)
+        self.q_proj = Linear(query_width, width, bias=config.bias)
+        self.kv_proj = Linear(array_width, width + value_width, bias=config.bias)
+        self.out_proj = Linear(value_width, query_width, bias=config.bias)
         self.ff_norm = make_norm(config, query_width)
         ff_width = query_width if config.d_ff is None else config.d_ff
         self.ff = FeedForward(query_width, ff_width, config.activation, config.ff_chunk, bias=config.bias)

@@ -68,6 +68,11 @@ class PerceiverARConfig(DecoderConfig):
                 f"attention begins with {self.layer_attention[0]!r}, but must begin with 'softmax' for the "
                 f"block that reads the inputs, as in ['softmax', {self.layer_attention[-1]!r}]"
             )
+        if (conv := self.options_of(0).get("conv")) is not None:
+            raise ValueError(
+                f"conv of the first block is {conv}, but must be None, since this block computes the last "
+                "outputs only; give it to the other blocks by layer_options"
+            )
 
 
 class Reading(TokenMasks, total=False):

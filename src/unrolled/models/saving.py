@@ -140,16 +140,16 @@ def read_config(path: str | Path) -> dict[str, object]:
 
 
 def load_weights(model: nn.Module, file: Path, documents: Callable[[str], object] | None = None) -> None:
-    """Fill `model` from a safetensors file, after converting it to the file's floating-point type.
+    """Fill `model` from a safetensors file, after converting it to the floating-point types of the file.
 
     Raises:
         ValueError: as `load_tensors`, or the file does not hold exactly the tensors of `model`.
     """
     found = load_tensors(file, documents)
     check_tensors(model.state_dict(), found, file)
-    floating = {x.dtype for x in found.values() if x.is_floating_point()}
-    if len(floating) == 1:
-        model.to(floating.pop())
+    for name, x in model.state_dict(keep_vars=True).items():
+        if x.is_floating_point():
+            x.data = x.data.to(found[name].dtype)
     model.load_state_dict(found)
 
 

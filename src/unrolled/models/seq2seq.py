@@ -14,6 +14,7 @@ from unrolled.fields import Fraction, FromData, Size
 from unrolled.models.checks import check_ids, check_source
 from unrolled.models.config import ModelConfig
 from unrolled.models.heads import at_least_fp32
+from unrolled.models.mode import evaluation_mode
 from unrolled.models.saving import SavedModel
 from unrolled.models.targets import shifted
 from unrolled.ops.dropout import Dropout
@@ -164,7 +165,7 @@ class Seq2Seq(SavedModel, Generic[State]):
     def _empty_state(self) -> State:
         """The state of no rows, with a source of one token."""
         source = torch.zeros(0, 1, dtype=torch.long, device=self.source_embedding.weight.device)
-        with torch.no_grad():
+        with torch.no_grad(), evaluation_mode(self):  # in training, hard attention counts what it reads
             return self.encode(source, source.bool())
 
 

@@ -203,4 +203,5 @@ class ViT(RecomputingModel):
             places = F.interpolate(places, config.grid, mode=mode, align_corners=False)
             weights[name] = torch.cat([own, places[0].flatten(1).T])
         model.load_state_dict(weights)
+        model.documents, model.gradient_checkpointing = dict(self.documents), self.gradient_checkpointing
         return model.train(self.training)
