@@ -101,23 +101,27 @@ def test_linear_attention(inputs, normalize):
     torch.testing.assert_close(torch.tensor(o).double(), exact)
 
 
-def test_the_gradient_of_linear_attention(inputs):
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_gradient_of_linear_attention(inputs, normalize):
     q, k, v, grad_o = map(numbers, inputs)
-    outputs, states = forward_linear(q, k, v)
+    outputs, states = forward_linear(q, k, v, normalize)
     Counted.count = 0
     dS, dz = zeros(D, M), zeros(D)
     dq, dk, dv = [], [], []
     for t in reversed(range(N)):
         S, z, divisor = states[t]
-        g = [grad_o[t][m] / divisor for m in range(M)]
-        d = Counted(-dot(grad_o[t], outputs[t])) / divisor
-        dq.insert(0, [dot(S[i], g) + z[i] * d for i in range(D)])
+        g = [grad_o[t][m] / divisor if normalize else grad_o[t][m] for m in range(M)]
         dS = [[dS[i][m] + q[t][i] * g[m] for m in range(M)] for i in range(D)]
-        dz = [dz[i] + q[t][i] * d for i in range(D)]
-        dk.insert(0, [dot(dS[i], v[t]) + dz[i] for i in range(D)])
+        dq.insert(0, [dot(S[i], g) for i in range(D)])
+        dk.insert(0, [dot(dS[i], v[t]) for i in range(D)])
+        if normalize:
+            d = Counted(-dot(grad_o[t], outputs[t])) / divisor
+            dz = [dz[i] + q[t][i] * d for i in range(D)]
+            dq[0] = [dq[0][i] + z[i] * d for i in range(D)]
+            dk[0] = [dk[0][i] + dz[i] for i in range(D)]
         dv.insert(0, [dot(k[t], [dS[i][m] for i in range(D)]) for m in range(M)])
-    assert flops.linear_attention_gradient(N, D, M) == Counted.count
-    _, *exact = by_autograd(inputs, lambda *x: linear_attention(*x, causal=True))
+    assert flops.linear_attention_gradient(N, D, M, normalize=normalize) == Counted.count
+    _, *exact = by_autograd(inputs, lambda *x: linear_attention(*x, causal=True, normalize=normalize))
     for found, expected in zip((dq, dk, dv), exact, strict=True):
         torch.testing.assert_close(torch.tensor(found).double(), expected)
 

@@ -113,8 +113,22 @@ def test_some_may_be_chosen_by_a_word_of_their_names():
     chosen = Settings(seconds=0.0, only=("b", "z"))
     two = problem(("ours a", doubling(), {}), ("ours b", doubling(), {}))
     assert [row.contender for row in runner.run_problem(two, chosen, LIMITS)] == ["ours b"]
-    with pytest.raises(ValueError, match="--only is 'ou', but the contenders are ours a, ours b"):
+    with pytest.raises(ValueError, match="--only is 'ou', but the contenders are: ours a; ours b"):
         runner.run_problem(two, Settings(only=("ou",)), LIMITS)
+
+
+def test_a_word_ends_at_a_comma():
+    one = problem(("unrolled, plan in fp32", doubling(), {}), ("other", doubling(), {}))
+    [row] = runner.run_problem(one, Settings(seconds=0.0, only=("unrolled",)), LIMITS)
+    assert row.contender == "unrolled, plan in fp32"
+
+
+def test_other_work_is_told_only_where_each_contender_has_one_thread():
+    for threads, known in ((1, True), (2, False)):
+        [row] = runner.run_problem(
+            problem(("a", doubling(), {})), Settings(threads=threads, seconds=0.0), LIMITS
+        )
+        assert (row.working is not None) == known
 
 
 def test_contenders_run_on_their_own_number_of_threads():

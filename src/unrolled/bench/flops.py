@@ -15,13 +15,26 @@ def linear_attention(length: int, width: int, values: int, *, normalize: bool = 
     return length * (4 * width * values + normalize * (3 * width + values))
 
 
-def linear_attention_gradient(length: int, width: int, values: int) -> int:
+def linear_attention_gradient(length: int, width: int, values: int, *, normalize: bool = True) -> int:
     """The gradients of `linear_attention` from its states, as in eq. 13-15 of the same paper.
 
     dq = S g + z d, dS += q g^T, dz += d q, dk = dS v + dz, dv = dS^T k, and the gradients of the quotient; g
     and d are the gradients of q^T S and q . z.
     """
-    return length * (8 * width * values + 5 * width + 3 * values + 1)
+    return length * (8 * width * values + normalize * (5 * width + 3 * values + 1))
+
+
+def gated_linear_attention(length: int, width: int, values: int, *, gradients: bool) -> int:
+    """Causal linear attention of one head with a gate for every feature and no divisor (arXiv 2312.06635).
+
+    Beside linear attention, S <- diag(a) S takes width * values per token. With gradients, da = sum(dS * S)
+    takes 2 width * values, and dS <- diag(a) dS half as much.
+    """
+    operations = linear_attention(length, width, values, normalize=False) + length * width * values
+    if gradients:
+        operations += linear_attention_gradient(length, width, values, normalize=False)
+        operations += 3 * length * width * values
+    return operations
 
 
 def delta_rule(length: int, width: int, values: int) -> int:
@@ -101,8 +114,9 @@ def of_head(
     if function == "softmax":
         sizes = (pairs_within(length, left, right), length, width, width)
         return softmax_attention(*sizes) + gradients * softmax_attention_gradient(*sizes)
-    forward = linear_attention(length, width, width, normalize=function == "linear")
-    return forward + gradients * linear_attention_gradient(length, width, width)
+    normalize = function == "linear"
+    forward = linear_attention(length, width, width, normalize=normalize)
+    return forward + gradients * linear_attention_gradient(length, width, width, normalize=normalize)
 
 
 def decoder_matmuls(d_model: int, d_ff: int, n_layers: int, vocab_size: int) -> int:

@@ -48,10 +48,7 @@ def problem(length: int, settings: Settings, *, gradients: bool) -> Problem:
             "head",
         ),
     ]
-    size = WIDTH * WIDTH
-    operations = flops.linear_attention(length, WIDTH, WIDTH, normalize=False) + length * size
-    if gradients:
-        operations += flops.linear_attention_gradient(length, WIDTH, WIDTH) + 3 * length * size
+    operations = flops.gated_linear_attention(length, WIDTH, WIDTH, gradients=gradients)
     names = (*RESULTS, "dlog_decay")
     define_one = partial(
         define, grad_o=inputs.grad_o, gradients=gradients, names=names, operations=operations

@@ -26,7 +26,8 @@ class Row:
         threads, runs: CPU threads, and how many timings there are.
         median, least, most: seconds of a job.
         best_peer: the median of the fastest contender that is not ours.
-        working: the fraction of CPU time that this process got while it timed all contenders.
+        working: the fraction of CPU time that this process got while it timed all contenders, if each ran on
+            one thread.
         tokens_per_second: if a job has tokens.
         flops, share_of_flops: needed operations per second, and as a fraction of the machine's limit.
         bandwidth, share_of_copying: needed bytes per second, and as a fraction of the copying rate.

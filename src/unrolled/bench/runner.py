@@ -1,6 +1,7 @@
 """Runs a case: every contender is checked before anything is timed; incorrect ones are not timed."""
 
 import math
+import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -49,10 +50,10 @@ def run_problem(problem: Problem, settings: Settings, limits: Limits) -> list[Ro
     Raises:
         ValueError: the settings choose none of the contenders.
     """
-    contenders = [x for x in problem.contenders if not settings.only or _named(x, settings.only)]
+    contenders = [x for x in problem.contenders if not settings.only or _words(x) & set(settings.only)]
     if not contenders:
-        names = ", ".join(x.name for x in problem.contenders)
-        raise ValueError(f"--only is {','.join(settings.only)!r}, but the contenders are {names}")
+        names = "; ".join(x.name for x in problem.contenders)
+        raise ValueError(f"--only is {','.join(settings.only)!r}, but the contenders are: {names}")
     rows, runs = {}, {}
     with cpu_threads(settings.threads):
         for contender in contenders:
@@ -62,18 +63,20 @@ def run_problem(problem: Problem, settings: Settings, limits: Limits) -> list[Ro
         clocks = time.perf_counter(), time.process_time()
         seconds = take_turns(runs, least=1 if settings.quick else LEAST, budget=settings.seconds)
         passed, worked = time.perf_counter() - clocks[0], time.process_time() - clocks[1]
+    alone = all((x.threads or settings.threads) == 1 for x in contenders)
+    working = min(1.0, worked / passed) if alone else None  # more threads would hide that others work too
     medians = {name: median(taken) / problem.steps for name, taken in seconds.items()}
     peers = [medians[x.name] for x in contenders if x.name in medians and not x.ours]
     for contender in contenders:
         if (name := contender.name) in seconds:
             threads = contender.threads or settings.threads
             row = _timed(rows[name], seconds[name], problem, threads, limits, settings)
-            rows[name] = replace(row, best_peer=min(peers, default=None), working=min(1.0, worked / passed))
+            rows[name] = replace(row, best_peer=min(peers, default=None), working=working)
     return list(rows.values())
 
 
-def _named(contender: Contender, words: Sequence[str]) -> bool:
-    return any(word in contender.name.split() for word in words)
+def _words(contender: Contender) -> set[str]:
+    return set(re.split(r"[\s,]+", contender.name))
 
 
 def _check(

@@ -67,7 +67,7 @@ def bench(
     where = choose(device)
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"--device is {device!r}, but must be cpu or cuda: other devices cannot be timed")
-    words = () if only is None else tuple(only.split(","))
+    words = () if only is None else tuple(x.strip() for x in only.split(","))
     sizes = None if lengths is None else parse_lengths(lengths)
     settings = Settings(str(where), threads, 0.0 if quick else seconds, sizes, quick, words)
     if list_cases:
