@@ -134,8 +134,45 @@ def test_runs_of_another_experiment_are_not_mixed_in(tiny: Path) -> None:
             TINY | {"contenders": {"wide": {"model.d_model": 24}}, "expect": ["1 < 2"]}, sort_keys=False
         )
     )
-    printed = error("reproduce", tiny, "--out", tiny.parent / "out")
-    assert "lr=0.001,seed=3 holds a run with another model.d_model than tiny has now: remove it" in printed
+    for words in ([], ["--table"]):
+        printed = error("reproduce", tiny, "--out", tiny.parent / "out", *words)
+        assert (
+            "lr=0.001,seed=3 holds a run with another model.d_model than tiny has now: remove it" in printed
+        )
+
+
+def test_a_swept_value_may_diverge(tiny: Path) -> None:
+    def write(rates: list[float]) -> None:
+        tiny.write_text(yaml.safe_dump(TINY | {"sweep": {"train.lr": rates}}, sort_keys=False))
+
+    write([0.001, 1e30])
+    for _ in range(2):
+        assert "| wide | 0.001 |" in reproduce(tiny, "--only", "wide")
+    text = (tiny.parent / "out" / "tiny" / "quick" / "table.md").read_text()
+    assert "diverged" in text
+    write([1e30])
+    assert "is nan" in error("reproduce", tiny, "--out", tiny.parent / "other")
+
+
+def test_wrong_settings_are_found_before_any_training(tiny: Path) -> None:
+    for changes, message in (
+        ({"contenders": {"wide": None, "a": {"model.d_modell": 3}}}, "d_modell"),
+        ({"evaluate": {"longer": {"data.lenght": 9}}}, "lenght"),
+        ({"evaluate": {"deep": {"spectrum": 9}}}, "spectrum of deep is 9, but narrow has 1 layers"),
+    ):
+        changed = TINY | {"expect": ["1 < 2"]} | changes
+        tiny.write_text(yaml.safe_dump(changed, sort_keys=False))
+        assert message in error("reproduce", tiny, "--out", tiny.parent / "out")
+    assert not (tiny.parent / "out").exists()
+
+
+def test_the_report_names_what_the_runs_were_trained_on(tiny: Path) -> None:
+    experiment = made_of(TINY, tiny).at("quick")
+    runs = {
+        trial.folder: {"loss": 0.5, "evaluations": {"longer": {}}, "processor": "A GPU", "device": "cuda"}
+        for trial in experiment.sweeps("wide")
+    }
+    assert "Trained on A GPU." in _experiment_report.page(Results(experiment, runs), "quick", None)
 
 
 def test_a_run_is_known_by_its_settings_its_data_and_its_evaluations(tiny: Path) -> None:

@@ -70,9 +70,18 @@ def test_the_smoke_scale_makes_two_steps_with_one_seed_and_one_value():
 
 
 def test_a_contender_may_have_a_section_of_its_own():
-    experiment = tiny(contenders={"lstm": {"model": {"name": "recurrent_lm"}, "train.lr": 0.5}}, expect=None)
+    experiment = tiny(
+        contenders={"lstm": {"model": {"name": "recurrent_lm"}, "train.clip_norm": 0.5}}, expect=None
+    )
     values = experiment.values(next(experiment.sweeps("lstm")))
     assert values["model"] == {"name": "recurrent_lm"}
+
+
+def test_a_scale_changes_sections_of_a_contender_too():
+    experiment = tiny(contenders={"own": {"train": {"steps": 9000}}}, expect=None)
+    for scale, steps in ((SMOKE, 2), ("quick", 2), ("full", 9000)):
+        at = experiment.at(scale)
+        assert at.values(next(at.sweeps("own")))["train"]["steps"] == steps
 
 
 @pytest.mark.parametrize(
@@ -82,6 +91,24 @@ def test_a_contender_may_have_a_section_of_its_own():
         ({"paper": None}, "tiny.yaml has no paper, but must have base, budget, claim, contenders, paper"),
         ({"contenders": {}}, "contenders of tiny.yaml is {}, but must be a mapping that is not empty"),
         ({"seeds": 3}, "seeds of tiny.yaml is 3, but must be a list that is not empty"),
+        ({"seeds": [0, 0]}, r"seeds of tiny.yaml is \[0, 0\], but must not have a seed twice"),
+        ({"seeds": [True]}, r"seeds of tiny.yaml is \[True\], but must be a list of whole numbers"),
+        ({"scales": {"full": {"seeds": 3}}}, "seeds of full in scales of tiny.yaml is 3, but must be a list"),
+        ({"sweep": {"train.lr": 0.1}}, "train.lr in sweep of tiny.yaml is 0.1, but must be a list of values"),
+        ({"sweep": {"model.attention": "linear"}}, "is 'linear', but must be a list of values"),
+        ({"sweep": {"lr": [0.1]}}, "sweep of tiny.yaml has 'lr', but must have settings like train.lr"),
+        (
+            {"scales": {"full": {"sweep": {"train.lr": []}}}},
+            r"train.lr in sweep of full in scales of tiny.yaml is \[\], but must be a list of values",
+        ),
+        ({"contenders": {16: None}}, "the name 16 in contenders of tiny.yaml is not text: put it in quotes"),
+        ({"evaluate": {1024: {}}}, "the name 1024 in evaluate of tiny.yaml is not text"),
+        ({"base": {"model": "decoder"}}, "model in base of tiny.yaml is 'decoder', but must be a mapping"),
+        (
+            {"contenders": {"a": {"train.seed": 7}}},
+            "a in contenders of tiny.yaml sets train.seed, but must not: `seeds` or `sweep` sets it",
+        ),
+        ({"contenders": {"a": {"train": {"lr": 7}}}}, "a in contenders of tiny.yaml sets train.lr, but must"),
         (
             {"sweep": {"train.seed": [1, 2]}},
             r"seeds of tiny is \[0, 1\], but must be a single one where train.seed is swept",

@@ -1,5 +1,7 @@
 """Comparisons of what was measured, against Python's own evaluation of them."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +60,13 @@ def test_a_mean_is_that_over_all_contenders():
     assert found.judge(lambda *place: some.get(place)) == (None, None)
 
 
+def test_a_quotient_by_zero_holds_for_nothing():
+    for text in ('1 / loss["linear"] > 0', '1 / loss["linear"] <= 0'):
+        held, sides = Expectation.parse(text, NAMES).judge(lambda *place: 0.0)
+        assert held is False
+        assert math.isnan(sides[0])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -72,6 +81,9 @@ def test_a_mean_is_that_over_all_contenders():
         ("(lambda: 1)() < 1", "but must be made of numbers"),
         ("'a' < 'b'", "but must be made of numbers"),
         ("abs() < 1", "but must be made of numbers"),
+        ("abs(1, 2) < 1", "but must be made of numbers"),
+        ("min(1) < 1", "but must be made of numbers"),
+        ('loss["linear", "at 9", "x"] < 1', "but must be made of numbers"),
         ("2 ** 9 < 1", "but must be made of numbers"),
         ("mean(speed) < 1", "has .*speed.*, but must be made of numbers.* mean of a measure"),
         ("mean(1) < 1", "but must be made of numbers"),

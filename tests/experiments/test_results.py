@@ -71,12 +71,30 @@ def test_expectations_wait_for_every_run_that_they_need():
     assert [(x.held, x.sides) for x in results.verdicts()] == [(False, (0.5, 0.4)), (True, (1.0, 9.0))]
 
 
-def test_a_run_that_is_not_a_number_is_not_the_best():
+def test_a_run_that_diverged_is_not_the_best():
     runs = {}
     results = Results(tiny(), runs)
-    for trial, loss in zip(tiny().sweeps("wide"), (math.nan, 0.7), strict=True):
-        runs[trial.folder] = figures(loss)
+    first, second = tiny().sweeps("wide")
+    runs[first.folder], runs[second.folder] = {"loss": None, "evaluations": {"longer": {}}}, figures(0.7)
     assert results.best("wide").swept == {"train.lr": 0.1}
+    assert results.tried()[1] == [["wide", "diverged", "0.700"]]
+    runs[second.folder] = runs[first.folder]
+    assert results.mean("loss", "wide") is None
+
+
+def test_times_of_two_processors_are_not_compared():
+    runs = {}
+    experiment = tiny(
+        seeds=[0], expect=['seconds["wide"] < seconds["narrow"]', 'loss["wide"] < loss["narrow"]']
+    )
+    results = Results(experiment, runs)
+    for name, processor in (("wide", "A"), ("narrow", "B")):
+        for trial in experiment.sweeps(name):
+            runs[trial.folder] = figures(0.5, processor=processor)
+    assert [x.held for x in results.verdicts()] == [None, False]
+    for x in runs.values():
+        x["processor"] = "A"
+    assert [x.held for x in results.verdicts()] == [False, False]
 
 
 def test_the_table_and_the_file_say_what_was_measured():

@@ -4,9 +4,9 @@ from typing import Any
 
 from unrolled import experiments
 from unrolled.bench.report import table
-from unrolled.cli._experiment_report import EVALUATED, TRIED, in_figures
+from unrolled.cli._experiment_report import EVALUATED, TRIED, in_figures, places
 from unrolled.cli._experiments import load
-from unrolled.experiments import Experiment, Figures
+from unrolled.experiments import Experiment
 
 HELD = {True: "held", False: "**not held**", None: "not known yet"}
 TEXT = """\
@@ -47,8 +47,8 @@ def _section(experiment: Experiment, results: dict[str, Any] | None) -> str:
     if results is None:
         parts.append("Not run at the scale `full` yet.\n")
     else:
-        places = {_place(figures, results["machine"]["processor"]) for figures in results["runs"].values()}
-        parts += [table(**results["table"]), "", f"On {' and '.join(sorted(places))}.\n"]
+        on = places(results["runs"].values(), results["machine"]["processor"])
+        parts += [table(**results["table"]), "", f"On {' and '.join(on)}.\n"]
         for name, title in (("evaluated", EVALUATED), ("tried", TRIED)):
             if name in results:
                 parts += [f"{title}\n", table(**results[name]), ""]
@@ -62,9 +62,3 @@ def _section(experiment: Experiment, results: dict[str, Any] | None) -> str:
     if experiment.finding:
         parts.append(f"{experiment.finding}\n")
     return "\n".join(parts)
-
-
-def _place(figures: Figures, processor: str) -> str:
-    """Name what a run was trained on; older results name only the processor of the last run."""
-    name = figures.get("processor", processor)
-    return name if figures.get("device", "cpu") != "cpu" else f"one core of {name}"

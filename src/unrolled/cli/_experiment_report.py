@@ -3,7 +3,7 @@
 import base64
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from unrolled.bench.machine import processor
 from unrolled.bench.report import table
 from unrolled.cli._output import can_plot, software
-from unrolled.experiments import BESIDE, Mean, Results, Table, Verdict
+from unrolled.experiments import BESIDE, Figures, Mean, Results, Table, Verdict
 from unrolled.files import write_file
 
 if TYPE_CHECKING:
@@ -52,9 +52,15 @@ def more_tables(results: Results) -> list[tuple[str, Table]]:
     return found
 
 
-def machine() -> dict[str, str | int]:
+def machine() -> dict[str, str]:
     """Return the processor and the versions that the figures depend on."""
     return {"processor": processor(), "torch": torch.__version__, "python": platform.python_version()}
+
+
+def places(runs: Iterable[Figures], processor: str) -> list[str]:
+    """Name what runs were trained on; older figures do not say it, and count as trained on `processor`."""
+    found = ((x.get("processor", processor), x.get("device", "cpu")) for x in runs)
+    return sorted({name if device != "cpu" else f"one core of {name}" for name, device in found})
 
 
 def plot(results: Results) -> bytes:
@@ -87,7 +93,7 @@ def losses(results: Results) -> "Figure":
     experiment, lines = results.experiment, []
     for name in experiment.contenders:
         figures = None if (best := results.best(name)) is None else results.figures(best)
-        if figures is not None:
+        if figures is not None and figures["loss"] is not None:
             curve = figures["curve"]
             unit = figures["seconds_per_step"] if experiment.horizontal == "seconds" else 1
             lines.append(plots.Line(name, [x * unit for x in curve["step"]], curve["loss"]))
@@ -118,6 +124,7 @@ def page(results: Results, scale: str, picture: bytes | None) -> str:
         verdicts="".join(f"<li>{escape(told(x))}</li>" for x in results.verdicts()),
         picture=image,
         settings=escape(settings),
+        places=escape(" and ".join(places(results.runs.values(), machine()["processor"]))),
         machine=escape(", ".join(f"{key} {value}" for key, value in machine().items())),
     )
 

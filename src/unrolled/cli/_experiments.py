@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,28 +41,49 @@ def load(name: str) -> Experiment:
     return experiments.made_of(run_config.read(path, []), path)
 
 
-def ended(experiment: Experiment, folder: Path, *, shipped: bool = False) -> Results:
+def ended(
+    experiment: Experiment, folder: Path, data_dir: Path | None = None, *, shipped: bool = False
+) -> Results:
     """Collect the runs that have ended in a folder; if `shipped`, also those that come with the library.
 
     A run that comes with the library counts only if its settings and evaluations are still those of the
     experiment.
+
+    Raises:
+        ValueError: a run in the folder has other settings or evaluations.
     """
     found: dict[Path, Figures] = {}
     results = Results(experiment, found)
-    others = (experiments.obtained(experiment.name) or {"runs": {}})["runs"] if shipped else {}
+    others = _shipped(experiment.name) if shipped else {}
     for contender in experiment.contenders:
         for _ in range(2):  # the other seeds are known only after the sweep
             for trial in results.trials(contender):
                 other = others.get(trial.folder.as_posix())
                 if _has_ended(folder, trial):
-                    found[trial.folder] = read_object(folder / trial.folder / FIGURES)
+                    figures = read_object(folder / trial.folder / FIGURES)
+                    if "settings" in figures and not _fits(experiment, trial, figures):
+                        _check_same(experiment, _resolved(experiment, trial, folder, data_dir), figures)
+                    found[trial.folder] = figures
                 elif other is not None and _fits(experiment, trial, other):
                     found[trial.folder] = other
     return results
 
 
+def count(folder: Path) -> int:
+    """Count the runs that have ended in the folder of an experiment, whatever their settings."""
+    return len(list(folder.glob(f"*/*/{FIGURES}")))
+
+
+def _shipped(name: str) -> dict[str, dict[str, Any]]:
+    """Return the runs that come with the library; older ones have the processor of the last run."""
+    found = experiments.obtained(name)
+    if found is None:
+        return {}
+    return {place: {"processor": found["machine"]["processor"], **x} for place, x in found["runs"].items()}
+
+
 def _fits(experiment: Experiment, trial: Trial, figures: Figures) -> bool:
-    """Whether results that come with the library have the settings and evaluations of a trial.
+    """Whether figures are of the settings and evaluations of a trial.
 
     Older results store only the names of their further evaluations, not the settings of these.
     """
@@ -70,7 +91,54 @@ def _fits(experiment: Experiment, trial: Trial, figures: Figures) -> bool:
     evaluated = (
         figures["evaluations"].keys() == evaluate.keys() and figures.get("evaluate", evaluate) == evaluate
     )
-    return evaluated and bool(figures["settings"] == experiment.values(trial))
+    return evaluated and bool(figures.get("settings") == run_config.plain(experiment.values(trial)))
+
+
+def _resolved(experiment: Experiment, trial: Trial, folder: Path, data_dir: Path | None) -> run_config.Run:
+    """Return the run of a trial."""
+    return run_config.resolve(_values(experiment, trial, folder, data_dir))
+
+
+def _values(experiment: Experiment, trial: Trial, folder: Path, data_dir: Path | None) -> dict[str, Any]:
+    values = experiment.values(trial) | {"run_dir": str(folder / trial.folder)}
+    if data_dir is not None:
+        values["data"] = values["data"] | {"data_dir": str(data_dir)}
+    return values
+
+
+def _check_same(
+    experiment: Experiment, run: run_config.Run, figures: Figures, batch: str | None = None
+) -> None:
+    """Check that the run that ended in a folder has these settings, evaluations and, if given, first batch.
+
+    Raises:
+        ValueError: it differs.
+    """
+    known_by: dict[str, Any] = {"evaluate": run_config.plain(dict(experiment.evaluate))}
+    known_by |= {} if batch is None else {"batch": batch}
+    if differs := _difference(run, figures, known_by):
+        raise ValueError(
+            f"{run.run_dir} holds a run with another {differs} than {experiment.name} has now: remove it, or "
+            "choose another folder by --out"
+        )
+
+
+def _check_all(experiment: Experiment, contenders: list[str], folder: Path, data_dir: Path | None) -> None:
+    """Check the settings of contenders and of their evaluations, before any of them is trained.
+
+    Raises:
+        ValueError: as `run_config.check`, or there is no layer of the number of a spectrum.
+    """
+    for contender in contenders:
+        values = _values(experiment, next(experiment.sweeps(contender)), folder, data_dir)
+        settings = run_config.check(values)
+        for name, changes in experiment.evaluate.items():
+            others = dict(changes)
+            layer = others.pop(SPECTRUM, None)
+            run_config.check(experiments.merged(values, others))
+            layers = settings.model.get("n_layers", getattr(settings.kind.config_type, "n_layers", None))
+            if layer is not None and layers is not None and layer > layers:
+                raise ValueError(f"{SPECTRUM} of {name} is {layer}, but {contender} has {layers} layers")
 
 
 def _has_ended(folder: Path, trial: Trial) -> bool:
@@ -96,18 +164,31 @@ def run(
         KeyboardInterrupt: on Ctrl-C; the same call continues from there.
     """
     training.keep_freed_memory()
-    runs = dict(ended(experiment, folder, shipped=shipped).runs)
+    runs = dict(ended(experiment, folder, data_dir, shipped=shipped).runs)
+    missing = [
+        x for x in contenders if any(y.folder not in runs for y in Results(experiment, runs).trials(x))
+    ]
+    _check_all(experiment, missing, folder, data_dir)
     results = Results(experiment, runs)
     for contender in contenders:
-        for phase in (experiment.sweeps, results.seeds):
-            for trial in phase(contender):
-                before = runs.get(trial.folder)
-                if before is not None and not _has_ended(folder, trial):
-                    continue  # it comes with the library
-                runs[trial.folder] = _measured(experiment, trial, folder, data_dir, device, before)
-                if before is None:
-                    on_end(results)
+        swept = list(experiment.sweeps(contender))
+        for trial in _needed(swept, results, contender):
+            before = runs.get(trial.folder)
+            if before is not None and not _has_ended(folder, trial):
+                continue  # it comes with the library
+            may_diverge = len(swept) > 1 and trial in swept
+            runs[trial.folder] = _measured(
+                experiment, trial, folder, data_dir, device, before, may_diverge=may_diverge
+            )
+            if before is None:
+                on_end(results)
     return results
+
+
+def _needed(swept: list[Trial], results: Results, contender: str) -> Iterator[Trial]:
+    """Yield the runs of a contender: the other seeds are known once those that are swept have ended."""
+    yield from swept
+    yield from results.seeds(contender)
 
 
 def _measured(
@@ -117,27 +198,32 @@ def _measured(
     data_dir: Path | None,
     device: torch.device,
     before: Figures | None,
+    *,
+    may_diverge: bool = False,
 ) -> Figures:
-    """Train and evaluate, unless that has been done with the same settings and data."""
-    run_dir = folder / trial.folder
-    values = experiment.values(trial) | {"run_dir": str(run_dir)}
-    if data_dir is not None:
-        values["data"] = values["data"] | {"data_dir": str(data_dir)}
+    """Train and evaluate, unless that has been done with the same settings and data.
+
+    If a run that may diverge does so, it has no measures, and the loss None.
+    """
+    run_dir, values = folder / trial.folder, _values(experiment, trial, folder, data_dir)
     run = run_config.resolve(values)
     first = run.dataset.batch("train", step=0, batch_size=run.train.batch_size, seed=run.train.seed)
-    known_by = {
-        "batch": fingerprint(first.inputs, first.targets),
-        "evaluate": run_config.plain(dict(experiment.evaluate)),
-    }
+    batch = fingerprint(first.inputs, first.targets)
     if before is not None:
-        if differs := _difference(run, before, known_by):
-            raise ValueError(
-                f"{run_dir} holds a run with another {differs} than {experiment.name} has now: remove it, or "
-                "choose another folder by --out"
-            )
+        _check_same(experiment, run, before, batch)
         return before
     model = run.new_model(device)
-    result = training.train(model, run.dataset, run.train, run_dir, on_start=run.begin)
+    try:
+        result = training.train(model, run.dataset, run.train, run_dir, on_start=run.begin)
+    except FloatingPointError:
+        if not may_diverge:
+            raise
+        none: dict[str, Any] = {
+            "loss": None,
+            "evaluations": {name: {} for name in experiment.evaluate},
+            "batch": batch,
+        }
+        return _written(none, experiment, trial, run_dir, device)
     result.raise_if_interrupted()
     model = load_model(run_dir).to(device).eval()
     evaluations = {
@@ -150,11 +236,23 @@ def _measured(
         "parameters": sum(x.numel() for x in model.parameters()),
         "steps": result.steps,
         "evaluations": evaluations,
+        "batch": batch,
+    }
+    return _written(figures, experiment, trial, run_dir, device)
+
+
+def _written(
+    figures: Mapping[str, Any], experiment: Experiment, trial: Trial, run_dir: Path, device: torch.device
+) -> Figures:
+    """Write figures, and what they were measured of and on."""
+    figures = {
+        **figures,
         "curve": _curve(run_dir),
         "date": time.strftime("%Y-%m-%d %H:%M:%S%z"),
         "device": device.type,
         "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
-        **known_by,
+        "evaluate": run_config.plain(dict(experiment.evaluate)),
+        "settings": run_config.plain(experiment.values(trial)),
     }
     write_file(run_dir / FIGURES, f"{json.dumps(figures, indent=1)}\n")
     return figures

@@ -72,7 +72,7 @@ def reproduce(
     contenders = _chosen(experiment, only)
     folder = out / experiment.name / scale
     if table:
-        results = _experiments.ended(experiment, folder, shipped=shipped)
+        results = _experiments.ended(experiment, folder, data_dir, shipped=shipped)
         if not results.runs:
             raise ValueError(f"no run of {experiment.name} has ended in {folder}: leave out --table")
     else:
@@ -103,7 +103,7 @@ def _list(out: Path) -> None:
         experiment = _experiments.load(name)
         for i, scale in enumerate(experiment.scales):
             at = experiment.at(scale)
-            count = len(_experiments.ended(at, out / name / scale).runs)
+            count = _experiments.count(out / name / scale)
             total = sum(len(list(at.sweeps(x))) + len(at.seeds) - 1 for x in at.contenders)
             first = ("", "") if i else (name, experiment.claim)
             listed.add_row(*first, scale, f"{experiment.budget[scale]:g}", f"{count} of {total}")

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import yaml
 
@@ -204,11 +204,32 @@ def reopen(run_dir: Path, settings: Mapping[str, Any]) -> Run:
     return run
 
 
+class Settings(NamedTuple):
+    """The settings of a run, with those of its recipe, before its data are opened."""
+
+    kind: type[SavedModel]
+    data: dict[str, Any]
+    model: dict[str, Any]
+    train: TrainConfig
+
+
 def resolve(values: Mapping[str, Any]) -> Run:
     """Load the data set and make the configs. Fields of the model that follow from the data may be left out.
 
     Raises:
         ValueError: a key is unknown or missing, or a value is out of range.
+    """
+    kind, options, fields_given, train = check(values)
+    dataset = data.load(**options)
+    model = _model(kind, dataset, fields_given)
+    return Run(_run_dir(values.get("run_dir"), dataset), dataset, kind, model, train)
+
+
+def check(values: Mapping[str, Any]) -> Settings:
+    """Check all settings that can be checked without opening the data.
+
+    Raises:
+        ValueError: a key is unknown or missing, or a value of `train` is out of range.
     """
     _check_keys("", values, SECTIONS)
     sections = {key: values.get(key) or {} for key in ("data", "model", "train")}
@@ -228,10 +249,9 @@ def resolve(values: Mapping[str, Any]) -> Run:
     _check_keys("data.", sections["data"], ["name", *data_options])
     sections = recipes.apply(recipe, sections, data_options=data_options)
     _check_keys("train.", sections["train"], list(field_types(TrainConfig)))
-    train = TrainConfig(**sections["train"])
-    dataset = data.load(**sections["data"])
-    model = _model(kind, dataset, sections["model"])
-    return Run(_run_dir(values.get("run_dir"), dataset), dataset, kind, model, train)
+    fields_given = {key: value for key, value in sections["model"].items() if key != "name"}
+    _check_keys("model.", fields_given, ["name", "recipe", *field_types(kind.config_type)])
+    return Settings(kind, sections["data"], fields_given, TrainConfig(**sections["train"]))
 
 
 def _kind(name: str, task: data.Task, model_name: object) -> type[SavedModel]:
@@ -259,10 +279,9 @@ def _run_dir(given: object, dataset: data.BaseDataset) -> Path:
     return Path(given)
 
 
-def _model(kind: type[SavedModel], dataset: data.BaseDataset, section: Mapping[str, Any]) -> ModelConfig:
-    """Make the config of a model from its section, completed from the data."""
-    fields_given = {key: value for key, value in section.items() if key != "name"}
-    _check_keys("model.", fields_given, ["name", "recipe", *field_types(kind.config_type)])
+def _model(kind: type[SavedModel], dataset: data.BaseDataset, given: Mapping[str, Any]) -> ModelConfig:
+    """Make the config of a model from its fields, completed from the data."""
+    fields_given = dict(given)
     if fields_given.get("positions") == "axial":
         fields_given.setdefault("axial_shape", dataset.vocabulary.shape)
     from_data = kind.config_type.from_data()

@@ -137,8 +137,14 @@ class Experiment:
 
 
 def _not_overridden(settings: Mapping[str, Any], scale: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the settings that a scale sets for all contenders, such as the number of steps."""
-    return {key: value for key, value in settings.items() if key not in scale}
+    """Drop the settings that a scale sets for all contenders, and set them in sections of their own."""
+    kept = {key: value for key, value in settings.items() if key not in scale}
+    for key, value in kept.items():
+        if isinstance(value, Mapping) and "." not in key:  # a whole section, which replaces that of `base`
+            prefix = f"{key}."
+            of_scale = {x.removeprefix(prefix): y for x, y in scale.items() if x.startswith(prefix)}
+            kept[key] = {**value, **of_scale}
+    return kept
 
 
 def merged(sections: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,7 +179,14 @@ def made_of(values: Mapping[str, Any], source: Path) -> Experiment:
             raise ValueError(
                 f"{name} of {source} is {values[name]!r}, but must be {expected} that is not empty"
             )
+    for part in ("contenders", "scales", "evaluate", "budget"):
+        if wrong := [name for name in values.get(part, {}) if not isinstance(name, str)]:
+            raise ValueError(f"the name {wrong[0]!r} in {part} of {source} is not text: put it in quotes")
+    for section, settings in values["base"].items():
+        if not isinstance(settings, dict):
+            raise ValueError(f"{section} in base of {source} is {settings!r}, but must be a mapping")
     given = dict(values)
+    given["published"] = {name: str(x) for name, x in values.get("published", {}).items()}
     given["contenders"] = {name: settings or {} for name, settings in values["contenders"].items()}
     given["scales"] = {name: settings or {} for name, settings in values.get("scales", {"full": {}}).items()}
     if given.get("horizontal", "step") not in ("step", "seconds", "evaluate"):
@@ -185,6 +198,19 @@ def made_of(values: Mapping[str, Any], source: Path) -> Experiment:
     for part in ("contenders", "scales", "evaluate"):
         for name, settings in given.get(part, {}).items():
             _check_settings(f"{name} in {part} of {source}", settings, part)
+    _check_varied(str(source), given)
+    for name, settings in given["scales"].items():
+        _check_varied(f"{name} in scales of {source}", settings)
+    swept = {
+        *given.get("sweep", {}),
+        *(x for scale in given["scales"].values() for x in scale.get("sweep", {})),
+    }
+    for name, settings in given["contenders"].items():
+        own = {*settings, *(f"{x}.{y}" for x, of in settings.items() if isinstance(of, dict) for y in of)}
+        if twice := sorted(own & {SEED, *swept}):
+            raise ValueError(
+                f"{name} in contenders of {source} sets {twice[0]}, but must not: `seeds` or `sweep` sets it"
+            )
     for name in ("expect", "seeds"):
         if name in given:
             given[name] = tuple(given[name])
@@ -194,6 +220,23 @@ def made_of(values: Mapping[str, Any], source: Path) -> Experiment:
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
     return experiment
+
+
+def _check_varied(what: str, given: Mapping[str, Any]) -> None:
+    """Check `sweep` and `seeds`, if they are given."""
+    sweep, seeds = given.get("sweep", {}), given.get("seeds", [0])
+    if not isinstance(sweep, dict):
+        raise ValueError(f"sweep of {what} is {sweep!r}, but must be a mapping")
+    for key, values in sweep.items():
+        section, _, name = str(key).partition(".")
+        if section not in ("data", "model", "train") or not name:
+            raise ValueError(f"sweep of {what} has {key!r}, but must have settings like train.lr")
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"{key} in sweep of {what} is {values!r}, but must be a list of values")
+    if not isinstance(seeds, list) or not seeds or any(type(x) is not int for x in seeds):
+        raise ValueError(f"seeds of {what} is {seeds!r}, but must be a list of whole numbers")
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds of {what} is {seeds!r}, but must not have a seed twice")
 
 
 def _check_settings(what: str, settings: object, part: str) -> None:

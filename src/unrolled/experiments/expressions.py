@@ -1,6 +1,7 @@
 """The expectations of an experiment: comparisons such as `loss["linear"] - loss["softmax"] < 0.05`."""
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -20,11 +21,17 @@ MEASURES = (
     "parameters",
 )
 """The measures that can be compared; see `results.Results`."""
+
+
+def _quotient(x: float, y: float) -> float:
+    return x / y if y else math.nan  # which no comparison holds for
+
+
 BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
+    ast.Div: _quotient,
 }
 COMPARE: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
     ast.Lt: operator.lt,
@@ -106,9 +113,11 @@ def _check(node: ast.expr, text: str, contenders: Collection[str], evaluations: 
             parts = [x]
         case ast.BinOp(left=x, op=op, right=y) if type(op) in BINARY:
             parts = [x, y]
-        case ast.Call(func=ast.Name(id=name), args=[_, *_] as parts, keywords=[]) if name in FUNCTIONS:
+        case ast.Call(func=ast.Name(id="abs"), args=[_] as parts, keywords=[]):
             pass
-        case ast.Subscript(value=ast.Name(id=name)) if name in MEASURES:
+        case ast.Call(func=ast.Name(id="min" | "max"), args=[_, _, *_] as parts, keywords=[]):
+            pass
+        case ast.Subscript(value=ast.Name(id=name)) if name in MEASURES and len(_names(node)) <= 2:
             contender, evaluation = _place(node)
             known = {"contender": (contender, contenders), "evaluation": (evaluation, [*evaluations, None])}
             for what, (found, names) in known.items():
@@ -130,12 +139,17 @@ def _check(node: ast.expr, text: str, contenders: Collection[str], evaluations: 
 
 def _place(node: ast.Subscript) -> tuple[Any, Any]:
     """Return the contender and the evaluation in the brackets."""
+    contender, evaluation, *_ = (*_names(node), None, None)
+    return contender, evaluation
+
+
+def _names(node: ast.Subscript) -> tuple[Any, ...]:
+    """Return what is in the brackets."""
     try:
         place = ast.literal_eval(node.slice)
     except ValueError:
         place = ast.unparse(node.slice)
-    contender, evaluation, *_ = (*place, None) if isinstance(place, tuple) else (place, None)
-    return contender, evaluation
+    return place if isinstance(place, tuple) else (place,)
 
 
 def _number(node: ast.expr, value: Value) -> float:

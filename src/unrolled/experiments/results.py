@@ -81,14 +81,12 @@ class Results:
         return mean_of(found) if found else None
 
     def verdicts(self) -> list[Verdict]:
-        """Judge the expectations; an expectation that needs a run that has not ended is not known yet."""
+        """Judge the expectations.
 
-        def value(measure: str, contender: str, evaluation: str | None) -> float | None:
-            ended = [self.figures(trial) is not None for trial in self.seeds(contender)]
-            mean = self.mean(measure, contender, evaluation)
-            return None if mean is None or not all(ended) else mean.mean
-
-        return [Verdict(x.text, *x.judge(value)) for x in self.experiment.expectations]
+        An expectation that needs a run that has not ended, or compares times on different processors, is not
+        known yet.
+        """
+        return [Verdict(x.text, *x.judge(_Judge(self).value)) for x in self.experiment.expectations]
 
     def table(self) -> Table:
         """Return the header and a line for each contender that has ended."""
@@ -121,7 +119,7 @@ class Results:
         for name in self.experiment.contenders:
             ended = [self.figures(trial) for trial in self.experiment.sweeps(name)]
             if any(ended):
-                lines.append([name, *("" if x is None else f"{x['loss']:.3f}" for x in ended)])
+                lines.append([name, *map(_tried, ended)])
         choices = product(*([f"{key.rpartition('.')[2]} {_short(x)}" for x in sweep[key]] for key in sweep))
         return ["contender", *map(", ".join, choices)], lines
 
@@ -146,6 +144,26 @@ class Results:
         }
 
 
+class _Judge:
+    """The values for one expectation, whose times must come from one processor."""
+
+    def __init__(self, results: Results) -> None:
+        self._results = results
+        self._processors: set[object] = set()
+
+    def value(self, measure: str, contender: str, evaluation: str | None) -> float | None:
+        """Return a mean; None if it is not known yet, or cannot be compared with the values before it."""
+        ended = [self._results.figures(trial) for trial in self._results.seeds(contender)]
+        mean = self._results.mean(measure, contender, evaluation)
+        if mean is None or None in ended:
+            return None
+        if measure.startswith("seconds"):
+            self._processors |= {x.get("processor") for x in ended if x is not None}
+            if len(self._processors) > 1:
+                return None
+        return mean.mean
+
+
 def mean_of(values: Sequence[float]) -> Mean:
     """Return the mean and its standard error."""
     n, mean = len(values), math.fsum(values) / len(values)
@@ -168,6 +186,13 @@ def shown_as(measure: str, value: Mean | None) -> str:
     return f"{mean:{form}}" + ("" if error is None else f" ± {error:{form}}")
 
 
+def _tried(figures: Figures | None) -> str:
+    """Return the loss of a run, as text; empty if it has not ended."""
+    if figures is None:
+        return ""
+    return "diverged" if figures["loss"] is None else f"{figures['loss']:.3f}"
+
+
 def _words(measure: str) -> str:
     """Return the name of a measure, as text."""
     return measure.replace("_", " ")
@@ -178,6 +203,6 @@ def _short(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _known(loss: float) -> float:
-    """Return a loss that can be compared: the loss NaN of a run that diverged counts as infinity."""
-    return math.inf if math.isnan(loss) else loss
+def _known(loss: float | None) -> float:
+    """Return a loss that can be compared: that of a run that diverged, None, counts as infinity."""
+    return math.inf if loss is None else loss
