@@ -4,7 +4,7 @@ r"""Additive attention: the state of a decoder attends to an encoded sentence th
 
 h_t is the query, in the paper the decoder's state before step t; m_s is the annotation of source word s.
 U_a m_s is computed once for a sentence. Additive attention is also called concat attention, since
-W_a h + U_a m = [W_a, U_a] [h; m].
+W_a h + U_a m is one matrix, W_a beside U_a, times the vector [h; m].
 
 Bahdanau et al. 2014, "Neural Machine Translation by Jointly Learning to Align and Translate",
 arXiv 1409.0473, section 3.1, eq. 5 and 6, and appendix A.1.2.
