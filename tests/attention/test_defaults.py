@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from defaults import default_dtype
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unrolled import attention
@@ -29,11 +30,8 @@ def test_the_default_type_of_new_tensors_does_not_matter(name, default):
     conv = {"conv": 4} if kind.supports.recurrence != "none" else {}
     layer, x = kind(32, 4, causal=True, **conv).eval(), torch.randn(2, 70, 32, requires_grad=True)
     expected = results(layer, x)
-    torch.set_default_dtype(default)
-    try:
+    with default_dtype(default):
         found = results(layer, x)
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert all(map(torch.equal, found, expected))
 
 

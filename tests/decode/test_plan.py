@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from defaults import default_dtype
 from planned import LENGTH, MODELS, V, decoder, linear, of, rounds_inputs_to_bf16, tokens
 from torch import nn
 
@@ -279,14 +280,10 @@ def test_the_default_type_and_device_of_new_tensors_do_not_matter(name):
     expected, state = plan(model).prefill(ids, plan(model).init_state(3))
     drawn = plan(model).generate(ids[:, :5], 4, seed=0)
     for default, device in ((torch.bfloat16, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")):
-        torch.set_default_dtype(default)
-        try:
-            with torch.device(device):
-                p = plan(model)
-                found, after = p.prefill(ids, p.init_state(3))
-                again = p.generate(ids[:, :5], 4, seed=0)
-        finally:
-            torch.set_default_dtype(torch.float32)
+        with default_dtype(default), torch.device(device):
+            p = plan(model)
+            found, after = p.prefill(ids, p.init_state(3))
+            again = p.generate(ids[:, :5], 4, seed=0)
         assert torch.equal(found, expected)
         assert all(map(torch.equal, after, state))
         assert all(map(torch.equal, again, drawn))

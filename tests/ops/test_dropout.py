@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from defaults import default_dtype
 
 from unrolled.ops.dropout import Dropout
 
@@ -60,11 +61,7 @@ def test_what_torch_makes_by_default_does_not_matter():
     x = torch.ones(40, 50)
     torch.manual_seed(0)
     expected = Dropout(0.3)(x)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta"):
-            torch.manual_seed(0)
-            found = Dropout(0.3)(x)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with default_dtype(torch.bfloat16), torch.device("meta"):
+        torch.manual_seed(0)
+        found = Dropout(0.3)(x)
     assert torch.equal(found, expected)

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from defaults import default_dtype
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_cases import Case, assert_error_at_most_twice_that_of, errors, outputs_and_gradients
@@ -204,11 +205,8 @@ def test_one_step_of_many_rows_uses_the_threads(threads):
 def test_the_default_type_of_new_tensors_does_not_matter(default):
     case = Case(T=300, S=300, R=16, M=16, dtype=torch.float32)
     expected = outputs_and_gradients(form, case)
-    torch.set_default_dtype(default)
-    try:
+    with default_dtype(default):
         found = outputs_and_gradients(form, case)
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert all(map(torch.equal, found, expected))
 
 

@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 from unrolled.bench import definitions, flops
 from unrolled.bench.attention import PASSES, RESULTS, WIDTH, random_inputs
 from unrolled.bench.case import Case, Problem, Settings
-from unrolled.bench.gla import Function, define, ours, random_gates
+from unrolled.bench.gla import define, ours, random_gates
 from unrolled.ops.dplr import dplr
 from unrolled.ops.gla import diagonal_linear_attention
 
@@ -29,16 +29,20 @@ def problem(length: int, settings: Settings, *, gradients: bool) -> Problem:
     operations = flops.dplr(length, WIDTH, WIDTH)
     if gradients:
         operations += flops.dplr_gradient(length, WIDTH, WIDTH)
-    names = {"dplr": (*RESULTS, "da", "db", "dlog_decay"), "gla": (*RESULTS, "dlog_decay")}
-    counts = {
-        "dplr": operations,
-        "gla": flops.gated_linear_attention(length, WIDTH, WIDTH, gradients=gradients),
-    }
-    exact: dict[str, Function] = {"dplr": definitions.dplr, "gla": definitions.gated}
+    of_gla = flops.gated_linear_attention(length, WIDTH, WIDTH, gradients=gradients)
+    names = (*RESULTS, "dlog_decay")
     define_one = partial(define, grad_o=inputs.grad_o, gradients=gradients)
     return Problem(
         contenders,
-        {x: define_one(exact[x], kinds[x], names=names[x], operations=counts[x]) for x in kinds},
+        {
+            "dplr": define_one(
+                definitions.dplr,
+                kinds["dplr"],
+                names=(*RESULTS, "da", "db", "dlog_decay"),
+                operations=operations,
+            ),
+            "gla": define_one(definitions.gated, kinds["gla"], names=names, operations=of_gla),
+        },
     )
 
 

@@ -59,10 +59,13 @@ def ended(
         for _ in range(2):  # the other seeds are known only after the sweep
             for trial in results.trials(contender):
                 other = others.get(trial.folder.as_posix())
+                if trial.folder in found:
+                    continue
                 if _has_ended(folder, trial):
                     figures = read_object(folder / trial.folder / FIGURES)
                     if "settings" in figures and not _fits(experiment, trial, figures):
-                        _check_same(experiment, _resolved(experiment, trial, folder, data_dir), figures)
+                        run = run_config.resolve(_values(experiment, trial, folder, data_dir))
+                        _check_same(experiment, run, figures)
                     found[trial.folder] = figures
                 elif other is not None and _fits(experiment, trial, other):
                     found[trial.folder] = other
@@ -94,12 +97,8 @@ def _fits(experiment: Experiment, trial: Trial, figures: Figures) -> bool:
     return evaluated and bool(figures.get("settings") == run_config.plain(experiment.values(trial)))
 
 
-def _resolved(experiment: Experiment, trial: Trial, folder: Path, data_dir: Path | None) -> run_config.Run:
-    """Return the run of a trial."""
-    return run_config.resolve(_values(experiment, trial, folder, data_dir))
-
-
 def _values(experiment: Experiment, trial: Trial, folder: Path, data_dir: Path | None) -> dict[str, Any]:
+    """Return the settings of a run, with its folder and that of the data."""
     values = experiment.values(trial) | {"run_dir": str(folder / trial.folder)}
     if data_dir is not None:
         values["data"] = values["data"] | {"data_dir": str(data_dir)}
@@ -165,11 +164,9 @@ def run(
     """
     training.keep_freed_memory()
     runs = dict(ended(experiment, folder, data_dir, shipped=shipped).runs)
-    missing = [
-        x for x in contenders if any(y.folder not in runs for y in Results(experiment, runs).trials(x))
-    ]
-    _check_all(experiment, missing, folder, data_dir)
     results = Results(experiment, runs)
+    missing = [x for x in contenders if any(y.folder not in runs for y in results.trials(x))]
+    _check_all(experiment, missing, folder, data_dir)
     for contender in contenders:
         swept = list(experiment.sweeps(contender))
         for trial in _needed(swept, results, contender):

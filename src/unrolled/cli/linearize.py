@@ -45,8 +45,8 @@ def linearize(
 
     Stage 1 trains each replaced layer to reproduce the output of softmax attention for the same input.
     Stage 2 continues with next-token prediction. Weights are trained in fp32, and saved in the type that they
-    had. OUT then holds the model and its tokenizer, linearize.json
-    with the validation loss after each stage, and a log of each stage.
+    had. OUT then holds the model and its tokenizer, linearize.json with the validation loss after each stage,
+    and a log of each stage.
     """
     try:
         from unrolled.interop.hf.recipe import Recipe, run

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from agreement import assert_agree
+from defaults import default_dtype
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -228,11 +229,8 @@ def test_a_perceiver_of_images_is_equal():
     assert_agree(found, theirs(images).logits, tolerance=1e-4)
     theirs, images = theirs.double(), images.double()
     found = import_weights(theirs)(images.permute(0, 2, 3, 1))
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         expected = theirs(images).logits
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert_agree(found, expected, tolerance=1e-10)
 
 

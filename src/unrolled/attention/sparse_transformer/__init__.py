@@ -11,10 +11,10 @@ With u sub-blocks, head h instead reads the c places that end at l - (h mod u) c
 reach the later places of a block in two hops; heads that read the last c places do. Bidirectional attention
 reads ahead as it reads back. A head that reads both sets reads their union by one softmax, each key once.
 
-Child, Gray, Radford and Sutskever 2019, "Generating Long Sequences with Sparse Transformers", arXiv
-1904.10509, sections 4.2, 4.3 and 5.1. In the paper w is l, in the authors' code l - 1. In the paper's fixed
-pattern, early queries have no far keys, so a head that reads far keys only would read nothing. Here each
-query also reads itself.
+Child, Gray, Radford and Sutskever 2019, "Generating Long Sequences with Sparse Transformers",
+arXiv 1904.10509, sections 4.2, 4.3 and 5.1. In the paper w is l, in the authors' code l - 1. In the paper's
+fixed pattern, early queries have no far keys, so a head that reads far keys only would read nothing. Here
+each query also reads itself.
 
 Cost per head: memory is that of inputs and outputs. Strided: time O(T (w + T / l) (D + M)); per generated
 token time O((w + T / l) (D + M)), state O(T (D + M)). Fixed: time O(T (l + T c / l) (D + M)); per generated

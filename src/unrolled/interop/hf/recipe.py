@@ -16,6 +16,7 @@ from unrolled.interop.hf import digest
 from unrolled.interop.hf.linearize import RECORD, linearize, new_parameters
 from unrolled.interop.hf.text import TokenizedText
 from unrolled.interop.hf.transfer import LanguageModel, finetune, transfer
+from unrolled.ops.options import at_least
 from unrolled.training import TrainConfig
 from unrolled.training.checkpoint import fingerprint
 from unrolled.training.evaluation import evaluate
@@ -45,8 +46,7 @@ class Recipe:
     lora: int = 0
 
     def __post_init__(self) -> None:
-        if self.lora < 0:
-            raise ValueError(f"lora is {self.lora}, but must be at least 0")
+        at_least(0, "lora", self.lora)
 
 
 def run(

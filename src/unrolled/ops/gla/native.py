@@ -1,6 +1,5 @@
 """Linear attention with a gate for every feature on a CPU: passes the tensors to the C++ kernels."""
 
-import torch
 from torch import Tensor
 
 from unrolled.ops import native
@@ -31,10 +30,10 @@ def backward(
     problem, _kept = _described(inputs, cu_seqlens, rates)
     grad_o, grad_state = readable(grad_o), grad_state.contiguous()
     d_q, d_k, d_v, d_state = (x.new_empty(x.shape) for x in (*inputs[:3], inputs.state))
-    d_log_decay = torch.empty(inputs.log_decay.shape, dtype=torch.float32)
+    d_log_decay = native.floats(*inputs.log_decay.shape)
     d_rates = residuals = None
     if rates is not None:
-        d_rates, residuals = (torch.empty(x.shape, dtype=torch.float32) for x in (rates, inputs.v))
+        d_rates, residuals = (native.floats(*x.shape) for x in (rates, inputs.v))
     gradients = struct("GlaGradients")(
         o=view(grad_o),
         state=address(grad_state),

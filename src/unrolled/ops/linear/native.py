@@ -55,11 +55,11 @@ def backward(
     grad_o, grad_kv, grad_k_sum = readable(grads.o), grads.kv.contiguous(), grads.k_sum.contiguous()
     found = packed.like_gradients(grads, inputs)
     gated = inputs.log_decay is not None and gate_gradients
-    d_gates = torch.empty(found.log_decay.shape, dtype=torch.double) if gated else None
-    d_divisor = torch.empty(inputs.q.shape[:3], dtype=torch.float32)
+    d_gates = torch.empty(found.log_decay.shape, dtype=torch.double, device="cpu") if gated else None
+    d_divisor = native.floats(*inputs.q.shape[:3])
     d_log_from_start = torch.empty_like(d_divisor) if gated else None
     saved = native.linear_saved_floats(problem) if gated else 0
-    states = torch.empty(saved, dtype=torch.float32)
+    states = native.floats(saved)
     gradients = struct("LinearGradients")(
         o=view(grad_o),
         kv=address(grad_kv),
@@ -86,7 +86,7 @@ def peaks(k: Tensor, rows: Tensor) -> Tensor:
     B, S, G, _ = k.shape
     inputs, options = Inputs(k, k, k, None, None, None), Options(None, False, True, None)
     problem, _kept = described(inputs, options, random=RandomFeatures(rows))
-    found = torch.empty(B, S, G, dtype=torch.float32)
+    found = native.floats(B, S, G)
     native.call("key_peaks", problem, struct("KeyPeaks")(peak=address(found)))
     return found
 
