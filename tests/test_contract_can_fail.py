@@ -13,6 +13,8 @@ import torch
 from plain_linear import PlainLinear
 from torch import Tensor
 
+from unrolled.attention.aft import AFT
+from unrolled.attention.longformer import LongformerAttention
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.ops.state import map_tensors
 from unrolled.testing import (
@@ -20,10 +22,13 @@ from unrolled.testing import (
     Maker,
     check_compiles,
     check_dynamic_length,
+    check_global_mask,
     check_half_precision,
     check_max_length,
     check_mechanism,
     check_padding_content,
+    check_positions,
+    check_reads_input,
     check_refuses_unclaimed,
     check_refuses_unclaimed_verbs,
     check_sequence,
@@ -439,7 +444,7 @@ DEFECTS = {
 }
 
 
-OF_LAYERS_ONLY = (check_weights, check_single_queries, check_max_length)
+OF_LAYERS_ONLY = (check_weights, check_single_queries, check_max_length, check_positions, check_global_mask)
 
 
 class WeightsBeforeSoftmax(SoftmaxAttention):
@@ -467,6 +472,34 @@ class TakesMoreThanItSays(SoftmaxAttention):
         super().__init__(d_model, n_heads, **shared)
 
 
+class HasNoPositions(SoftmaxAttention):
+    supports = SoftmaxAttention.supports.but(causal=False, positions=True)
+
+
+class CountsThePadding(AFT):
+    def prefill_heads(self, heads, state, key_padding_mask):
+        o, new = super().prefill_heads(heads, state, key_padding_mask)
+        return o, new._replace(position=state.position + heads.q.shape[1])
+
+
+class ReadsProjectionsOnly(SoftmaxAttention):
+    supports = SoftmaxAttention.supports.but(reads_input=True)
+
+
+class ReadsItsInputToo(SoftmaxAttention):
+    def heads_of(self, projected, x, *args, **further):
+        heads = super().heads_of(projected, x, *args, **further)
+        return heads._replace(v=heads.v + x.mean())
+
+
+class IgnoresItsGlobalMask(LongformerAttention):
+    def __init__(self, d_model, n_heads, *, window=2, **shared):
+        super().__init__(d_model, n_heads, window=window, **shared)
+
+    def read_input(self, x, global_mask=None):
+        return super().read_input(x, global_mask if self.causal else None)
+
+
 class AttendsToItsOwnSlice(SoftmaxAttention):
     def attend_over(self, ranks, heads, state, key_padding_mask, *, to_end=True):
         return self.prefill_heads(heads, state, key_padding_mask)
@@ -478,6 +511,11 @@ FALSE_CLAIMS = [
     (ReadForgetsThePadding, check_single_queries, "recall of"),
     (ReadsWithoutTheClaim, check_refuses_unclaimed_verbs, "read .not claimed.: was accepted"),
     (TakesMoreThanItSays, check_max_length, "a token beyond max_length: was accepted"),
+    (HasNoPositions, check_positions, "tokens in another order have the same outputs"),
+    (CountsThePadding, check_positions, r"prefill.5. . prefill.3.: position is .8, 8., should be .6, 8."),
+    (ReadsProjectionsOnly, check_reads_input, "heads depend on queries, keys and values only"),
+    (ReadsItsInputToo, check_reads_input, "heads with the same queries, keys and values of another input"),
+    (IgnoresItsGlobalMask, check_global_mask, "a global token does not read all others, or is not read"),
 ]
 
 

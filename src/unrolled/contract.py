@@ -40,8 +40,10 @@ class Supports:
         single_queries: the output of a query does not depend on other queries, so `read` and `recall` work
             one query at a time.
         max_length: the constructor takes `max_length`, and longer sequences raise ValueError.
-        positions: the mechanism uses the position of each token, and its state counts the tokens.
-        reads_input: the output depends not only on queries, keys and values, but also on the input itself.
+        positions: the mechanism uses the position of each token, and its state counts the tokens in a field
+            `position`.
+        reads_input: the outputs of the heads depend not only on their queries, keys and values, but also on
+            the input that these are projected from.
         sequence: causal attention may run over a sequence whose slices are in several processes; see
             `unrolled.ops.sequence`.
     """

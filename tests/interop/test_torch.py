@@ -150,6 +150,19 @@ def test_without_a_batch():
 
 
 @torch.no_grad()
+def test_clustered_attention_to_additional_keys():
+    """Padding of the queries is that of their own keys, and additional keys are never padding."""
+    ours = MultiheadAttention(
+        16, 4, attention="clustered", n_clusters=5, n_keys=4, add_bias_kv=True, add_zero_attn=True,
+        batch_first=True, dtype=torch.float64,
+    )  # fmt: skip
+    x, padding = normal(2, 20, 16), torch.arange(20) >= torch.tensor([[15], [20]])
+    found = ours(x, x, x, padding, need_weights=False)[0]
+    alone = ours(y := x[:1, :15], y, y, need_weights=False)[0]
+    assert_agree(found[:1, :15], alone, tolerance=1e-12)
+
+
+@torch.no_grad()
 def test_inside_of_torchs_encoder_layer():
     """Torch's layer has a fast path that never calls its attention: it must not be taken."""
     theirs = encoder()

@@ -28,12 +28,13 @@ With `rotary`, queries and keys are rotated by their positions before the querie
 """
 
 import math
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from unrolled.attention._heads import NO_MASKS, Projected
 from unrolled.attention._options import BIDIRECTIONAL_ONLY
 from unrolled.attention._padding import zero_padding
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
@@ -194,7 +195,7 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
     return x.index_select(0, index.flatten()).reshape(*index.shape, x.shape[1])
 
 
-class ClusteredAttention(MultiHeadAttention[None, None]):
+class ClusteredAttention(MultiHeadAttention[None, bool]):
     """Multi-head clustered attention.
 
     Args:
@@ -210,7 +211,7 @@ class ClusteredAttention(MultiHeadAttention[None, None]):
         UnsupportedError: causal attention.
     """
 
-    supports = BIDIRECTIONAL_ONLY.but(positions=True)
+    supports = BIDIRECTIONAL_ONLY
     one_way = "the mean of a cluster mixes past and future; use topk or reformer attention"
 
     def __init__(
@@ -233,13 +234,20 @@ class ClusteredAttention(MultiHeadAttention[None, None]):
         self.n_clusters, self.n_keys, self.iterations = n_clusters, n_keys, iterations
         self.hash = Projection(1, bits, self.head_dim + 1, "independent", seed)
 
-    def attend(self, heads: Heads[None], masks: Masks) -> Tensor:
+    def heads_of(
+        self, projected: Projected, x: Tensor, masks: Masks = NO_MASKS, *, cross: bool = False, **others: Any
+    ) -> Heads[bool]:
+        """Note whether the queries are of the same tokens as the keys, so that both have one padding."""
+        return super().heads_of(projected, x, masks, cross=cross, **others)._replace(inputs=not cross)
+
+    def attend(self, heads: Heads[bool], masks: Masks) -> Tensor:
         """Attend in parallel."""
-        itself, padding = heads.positions is not None, masks.key_padding_mask
+        padding = masks.key_padding_mask
         q, k = self.rotated(heads)
         if not any_length(q) and (self.n_clusters >= q.shape[1] or self.n_keys >= k.shape[1]):
             return softmax_attention(q, k, heads.v, key_padding_mask=padding)
-        q_padding, C, n_keys = padding if itself else None, self.n_clusters, self.n_keys
+        q_padding = padding[:, : q.shape[1]] if heads.inputs and padding is not None else None
+        C, n_keys = self.n_clusters, self.n_keys
         cluster = chosen(lambda: self.cluster(q, q_padding), max(C, q.shape[1]))
         return clustered_attention(
             q, k, heads.v, cluster, C, n_keys, q_padding=q_padding, key_padding_mask=padding

@@ -215,7 +215,8 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         self.rank = (1 if self.causal else 32) if rank is None else rank
         self._check_options(dual_norm)
         if self.rank == 0:
-            self.supports, self.growing = self.supports.but(recurrence="constant"), CONSTANT
+            self.supports = self.supports.but(recurrence="constant", reads_input=False)
+            self.growing = CONSTANT
         width, G = self.n_kv_heads * self.head_dim, self.n_kv_heads
         self.pool_proj = Linear(d_model, G * self.rank) if self.rank else None
         self.window_norm = nn.LayerNorm(width) if dual_norm else None

@@ -162,7 +162,7 @@ class LongformerAttention(SlidingWindow[Globals]):
         if global_tokens:
             self.supports = self.supports.but(causal=False, recurrence="none")
         if causal:
-            self.supports = self.supports.but(global_mask=False)
+            self.supports = self.supports.but(global_mask=False, reads_input=False)
         default = 0 if causal else 1
         self.global_tokens = _checked_globals(default if global_tokens is None else global_tokens)
         self.global_proj = None

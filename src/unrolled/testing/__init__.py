@@ -34,6 +34,7 @@ from unrolled.testing.claims import (
     check_single_queries,
     check_weights,
 )
+from unrolled.testing.dependence import check_global_mask, check_positions, check_reads_input
 from unrolled.testing.forms import (
     check_forms_agree,
     check_gradients_through_state,
@@ -89,6 +90,7 @@ __all__ = [
     "check_dtypes",
     "check_dynamic_length",
     "check_forms_agree",
+    "check_global_mask",
     "check_global_randomness",
     "check_gradients_through_state",
     "check_half_precision",
@@ -101,7 +103,9 @@ __all__ = [
     "check_packing",
     "check_padding",
     "check_padding_content",
+    "check_positions",
     "check_prefix_invariance",
+    "check_reads_input",
     "check_refuses_unclaimed",
     "check_refuses_unclaimed_verbs",
     "check_rejects_other_states",
@@ -150,6 +154,9 @@ CHECKS: dict[Check, Callable[[Supports], bool]] = {
     check_weights: lambda s: s.weights,
     check_single_queries: lambda s: s.single_queries,
     check_max_length: lambda s: s.max_length,
+    check_positions: lambda s: s.positions,
+    check_reads_input: lambda s: True,
+    check_global_mask: lambda s: s.global_mask and s.bidirectional,
     check_nothing_to_attend: lambda s: s.padding or s.cross or s.attn_mask,
     check_sequence: lambda s: True,
     check_compiles: lambda s: True,

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec
 
@@ -42,13 +43,15 @@ class Maker:
 
     @property
     def supports(self) -> Supports:
-        """The claims with these options, read from an instance, since options may change them."""
+        """The claims with these options, read from instances, since options may change them."""
+        claims: list[Supports] = []
         for causal in (True, False):
-            try:
-                return self(causal=causal).supports  # type: ignore[no-any-return]
-            except UnsupportedError:
-                continue
-        raise AssertionError("neither causal=True nor causal=False was accepted: nothing can be run")
+            with suppress(UnsupportedError):
+                claims.append(self(causal=causal).supports)
+        require(bool(claims), "neither causal=True nor causal=False was accepted: nothing can be run")
+        # Global tokens read the future, and may be all that reads the input: causal attention lacks both.
+        only_one = ("global_mask", "reads_input")
+        return claims[0].but(**{name: any(getattr(c, name) for c in claims) for name in only_one})
 
     def each_direction(self, supports: Supports) -> Iterator[tuple[bool, Any]]:
         """Yield each claimed value of `causal`, and the mechanism with it."""

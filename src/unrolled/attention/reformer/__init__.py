@@ -144,6 +144,8 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
         self.chunk, self.n_rounds, self.same_bucket, self.scale = chunk, n_rounds, same_bucket, scale
         self.n_buckets = math.prod(self.factors)
         self.qkv_proj = Linear(d_model, sum(self.widths[1:]), bias=self.qkv_proj.bias is not None)
+        if self.short_conv is not None:
+            self.supports = self.supports.but(reads_input=False)
         rows = n_rounds * sum(self.factors) // 2
         self.rotations = Projection(n_heads, rows, self.head_dim, "independent", seed)
 
