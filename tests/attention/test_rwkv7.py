@@ -54,6 +54,14 @@ def test_rotary_positions_are_refused():
         RWKV7(8, 2, causal=True, rotary=True)
 
 
-def test_ranks_have_a_bound():
-    with pytest.raises(ValueError, match="rate_rank is 0, but must be at least 1"):
-        RWKV7(8, 2, causal=True, rate_rank=0)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rate_rank": 0}, "rate_rank is 0, but must be at least 1"),
+        ({"eps": 0.0}, "eps is 0.0, but must be above 0"),
+    ],
+    ids=str,
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        RWKV7(8, 2, causal=True, **options)

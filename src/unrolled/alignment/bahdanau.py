@@ -40,6 +40,9 @@ class BahdanauAttention(Alignment):
         query_dim, memory_dim: see `Alignment`.
         attention_dim: K, the width of the hidden layer that scores; `query_dim` by default.
         bias: give U_a a bias.
+
+    Raises:
+        ValueError: attention_dim below 1.
     """
 
     def __init__(

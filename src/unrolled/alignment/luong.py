@@ -52,7 +52,11 @@ class Score(nn.Module):
 
 
 class DotScore(Score):
-    """h . m, which have the same width."""
+    """h . m, which have the same width.
+
+    Raises:
+        ValueError: the widths differ.
+    """
 
     def __init__(self, query_dim: int, memory_dim: int):
         super().__init__()
@@ -81,6 +85,9 @@ class ConcatScore(Score):
     Args:
         query_dim, memory_dim: of the attention.
         attention_dim: the rows of W_a; `query_dim` by default.
+
+    Raises:
+        ValueError: attention_dim below 1.
     """
 
     def __init__(self, query_dim: int, memory_dim: int, attention_dim: int | None = None):
@@ -121,6 +128,9 @@ class LocationScore(Score):
     Args:
         query_dim, memory_dim: of the attention.
         max_length: number of rows of W_a, the largest length of a memory.
+
+    Raises:
+        ValueError: max_length below 1.
     """
 
     def __init__(self, query_dim: int, memory_dim: int, max_length: int = 50):
@@ -205,6 +215,9 @@ class LocalMonotonicAttention(LuongAttention):
     Args:
         query_dim, memory_dim, score, score_options: see `LuongAttention`.
         window: D, at least 1.
+
+    Raises:
+        ValueError: window below 1; otherwise as `LuongAttention`.
     """
 
     def __init__(
@@ -233,6 +246,9 @@ class LocalPredictiveAttention(LuongAttention):
         query_dim, memory_dim, score, score_options: see `LuongAttention`.
         window: D, at least 1.
         sigma: standard deviation of the Gaussian, D/2 by default; `math.inf` for none.
+
+    Raises:
+        ValueError: window below 1, or sigma not above 0; otherwise as `LuongAttention`.
     """
 
     def __init__(

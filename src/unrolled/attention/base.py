@@ -361,6 +361,11 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             cross: the queries come from another sequence, so that positions are not used.
             state: the state to continue from; None at the beginning of the sequence.
             further: other arguments of `read_input`.
+
+        Raises:
+            UnsupportedError: in `sequence_parallel`, the mechanism cannot attend to slices, or not with these
+                masks.
+            ValueError: the slices of the processes differ in shape.
         """
         check_slice(self, x, masks, cross)
         positions = recent = None

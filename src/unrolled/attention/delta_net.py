@@ -58,6 +58,10 @@ class DeltaNet(DeltaRule):
         n_groups: number of groups of heads that share queries and keys, a divisor of H; every head then has
             a state of its own. None: each head has its own queries, and each key and value head its own keys.
         eps: added to the mean square of the norm.
+
+    Raises:
+        ValueError: max_beta, eps or n_groups out of range.
+        UnsupportedError: bidirectional attention.
     """
 
     supports = CAUSAL_RECURRENCE.but(reads_input=True, sequence=True)

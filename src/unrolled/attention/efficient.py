@@ -64,6 +64,9 @@ def efficient_attention(q: Tensor, k: Tensor, v: Tensor, **masks: Unpack[KeyMask
 
     Returns:
         `o [B,T,H,M]` in the dtype of `v`; 0 for a query that has nothing to attend to.
+
+    Raises:
+        ValueError: an argument of the wrong shape or type.
     """
     key_padding_mask, cu_seqlens = masks.get("key_padding_mask"), masks.get("cu_seqlens")
     check_qkv(q, k, v, key_padding_mask, cu_seqlens)
@@ -95,6 +98,9 @@ def causal_efficient_attention(
 
     Returns:
         `o [B,T,H,M]` in the dtype of `v`, and the state after the last key.
+
+    Raises:
+        ValueError: an argument of the wrong shape or type.
     """
     check_qkv(q, k, v, key_padding_mask)
     (B, T, H, D), (_, S, G, _) = q.shape, k.shape

@@ -52,6 +52,10 @@ class KimiDeltaAttention(DeltaRule):
         gate_rank: width between the two matrices that compute the decays, and the gate of the output; the
             width of a head by default, as published.
         eps: added to the mean square of the norm.
+
+    Raises:
+        ValueError: gate_rank or eps out of range.
+        UnsupportedError: bidirectional attention, or rotary positions.
     """
 
     supports = CAUSAL_RECURRENCE.but(reads_input=True, sequence=True)

@@ -96,6 +96,10 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
         feature_map_options: further arguments of the named map, such as `{"max_length": 4096}`.
         normalizer: what the numerator is divided by: "sum", the denominator above, or "rms", its own root
             mean square.
+
+    Raises:
+        ValueError: an unknown normalizer or feature map, options that do not fit the map, or a map of another
+            width, or with `rotary` one with an odd number of features.
     """
 
     supports = GENERAL.but(weights=True, sequence=True)

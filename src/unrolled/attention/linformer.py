@@ -45,6 +45,9 @@ class Projection(nn.Module):
         rank: number of slots k.
         max_length: length n of the longest sequence.
         n_heads: number of heads with their own parameters; by default all heads share them.
+
+    Raises:
+        ValueError: rank above max_length, or a size below 1.
     """
 
     def __init__(self, rank: int, max_length: int, n_heads: int | None = None):
@@ -91,7 +94,11 @@ class LinearProjection(Projection):
 
 
 class WindowProjection(Projection):
-    """Each slot summarises its own window of n/k tokens. Windows without tokens make no slots."""
+    """Each slot summarises its own window of n/k tokens. Windows without tokens make no slots.
+
+    Raises:
+        ValueError: max_length is not a multiple of rank.
+    """
 
     def __init__(self, rank: int, max_length: int, n_heads: int | None = None):
         super().__init__(rank, max_length, n_heads)

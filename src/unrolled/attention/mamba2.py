@@ -62,6 +62,10 @@ class Mamba2(MultiHeadAttention[Mamba2State, Steps]):
             `conv` is 4 by default.
         n_groups: number of groups of heads that share queries and keys, a divisor of H.
         eps: added to the mean square of the norm.
+
+    Raises:
+        ValueError: n_groups, n_kv_heads or eps out of range.
+        UnsupportedError: bidirectional attention, or rotary positions.
     """
 
     supports = CAUSAL_RECURRENCE.but(reads_input=True, sequence=True)

@@ -100,6 +100,10 @@ class PerceiverAttention(MultiHeadAttention[None, None]):
     Args:
         d_model, n_heads, common: see `MultiHeadAttention`.
         n_latents: number N of latents.
+
+    Raises:
+        ValueError: n_latents below 1.
+        UnsupportedError: causal attention.
     """
 
     supports = BIDIRECTIONAL_ONLY.but(packing=True)

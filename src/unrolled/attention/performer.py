@@ -295,6 +295,10 @@ class PerformerAttention(MultiHeadAttention[PerformerState, None]):
             rows, for generalised features.
         per_head: draw rows for each key/value head, rather than one set for all.
         seed: seed of the rows; by default drawn from torch's generator like initial weights.
+
+    Raises:
+        ValueError: unknown features or rows, or numbers that do not fit them.
+        UnsupportedError: rotary positions with identity rows.
     """
 
     supports = GENERAL.but(sequence=True)

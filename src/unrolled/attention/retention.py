@@ -84,6 +84,9 @@ def retention(
     Returns:
         `o [B,T,H,M]` in fp32 (fp64 for fp64 inputs), since a sum without a denominator may overflow fp16, and
         S after the last key.
+
+    Raises:
+        ValueError: an argument of the wrong shape or type.
     """
     check_qkv(q, k, v)
     if log_decay.shape != k.shape[2:3]:

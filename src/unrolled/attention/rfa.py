@@ -244,6 +244,9 @@ class RfaMap(nn.Module):
         n_features: number n of rows per head.
         rows: distribution of the rows, see `draw_rows`.
         seed: see `Projection`.
+
+    Raises:
+        ValueError: unknown features or rows, or sizes out of range.
     """
 
     not_decayed = ("scale",)
@@ -318,6 +321,10 @@ class RandomFeatureAttention(MultiHeadAttention[RfaState, Gate | None]):
         gate: forget as RFA-Gate does; causal self-attention only.
         rows: "orthogonal", "regularised" or "independent", see `draw_rows`.
         seed: seed of the rows; by default drawn from torch's generator like initial weights.
+
+    Raises:
+        ValueError: unknown features or rows, or sizes out of range.
+        UnsupportedError: bidirectional attention with a gate.
     """
 
     supports = GENERAL.but(sequence=True)

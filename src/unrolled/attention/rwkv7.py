@@ -90,6 +90,10 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
         decay_rank, rate_rank, gate_rank: widths between the two matrices that compute w, a and the gate of
             the output.
         eps: added to the variance of the norm.
+
+    Raises:
+        ValueError: a rank or eps out of range.
+        UnsupportedError: bidirectional attention, or rotary positions.
     """
 
     supports = CAUSAL_RECURRENCE.but(reads_input=True, sequence=True)
@@ -116,6 +120,8 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
         super().__init__(d_model, n_heads, **common)
         check_integers(1, decay_rank=decay_rank, rate_rank=rate_rank, gate_rank=gate_rank)
         check_finite(eps=eps)
+        if eps <= 0:
+            raise ValueError(f"eps is {eps}, but must be above 0")
         self.eps = eps
         keys, values = n_heads * self.head_dim, n_heads * self.value_dim
         self.decay_down = Linear(d_model, decay_rank, bias=False)

@@ -186,6 +186,10 @@ class SimilarityAttention(CachedAttention):
         similarity: "exp", "rbf", "polynomial", "linear", or a function of q and k as in `Similarity`.
         similarity_options: further arguments of the similarity of that name, such as `{"degree": 4}`.
         symmetric: project queries with the weights of the keys; n_kv_heads must then be n_heads.
+
+    Raises:
+        ValueError: an unknown similarity, options that do not fit it, or fewer key than query heads if
+            symmetric.
     """
 
     supports = GENERAL.but(recurrence="growing", attn_mask=True, sequence=True)

@@ -44,6 +44,9 @@ class SoftmaxAttention(CachedAttention):
             heads share (Qwen3, Gemma 3), or "all", all heads together (OLMo 2); None for no norm.
         eps: added to the mean square in these norms.
         output_gate: multiply the heads' outputs by gates in (0, 1), computed from the queries' input.
+
+    Raises:
+        ValueError: an unknown qk_norm, or eps not above 0.
     """
 
     supports = GENERAL.but(recurrence="growing", attn_mask=True, sequence=True, weights=True)

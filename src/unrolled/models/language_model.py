@@ -65,6 +65,10 @@ class LanguageModel(SavedModel, Generic[State]):
 
         Returns:
             [B, T, vocab_size]; log-probabilities with a mixture head.
+
+        Raises:
+            ValueError: ids outside the vocabulary, or an argument of the wrong shape or type.
+            UnsupportedError: an attention of the model does not support a given mask.
         """
         check_ids("tokens", tokens, self.n_ids, self.embedding.weight)
         return self.head(self.read_all(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens))
@@ -76,6 +80,10 @@ class LanguageModel(SavedModel, Generic[State]):
             inputs: as `tokens` of `forward`.
             targets: [B, T] long, what follows each position; -100 and those at padding are ignored.
             masks: `key_padding_mask` and `cu_seqlens`, as for `forward`.
+
+        Raises:
+            ValueError: as `forward`; targets of another shape or outside the vocabulary.
+            UnsupportedError: as `forward`.
         """
         check_ids("inputs", inputs, self.n_ids, self.embedding.weight)
         return self.head.loss(self.read_all(inputs, **masks), targets, masks.get("key_padding_mask"))
@@ -90,6 +98,10 @@ class LanguageModel(SavedModel, Generic[State]):
             targets: [B, T] long, what follows each position; -100 and those at padding are ignored.
             state: as for `prefill`.
             key_padding_mask: [B, T] bool, True at padding, which leaves the state of its row unchanged.
+
+        Raises:
+            ValueError: as `loss`; a state of another model or batch.
+            UnsupportedError: an attention of the model has no recurrent form, or does not support padding.
         """
         check_ids("inputs", inputs, self.n_ids, self.embedding.weight)
         self.check_state(state, inputs.shape[0])

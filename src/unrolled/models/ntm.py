@@ -136,6 +136,9 @@ class NTMNumbers(_Layers):
             inputs: as `x` of `forward`.
             targets: floating point `[B]` where output_size is 1, else `[B,output_size]`.
             key_padding_mask: see `forward`.
+
+        Raises:
+            ValueError: an argument of the wrong shape or type.
         """
         numbers = self(inputs, key_padding_mask=key_padding_mask)
         if self.config.output_size == 1 and targets.dim() == 1:

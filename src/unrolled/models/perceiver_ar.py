@@ -117,6 +117,7 @@ class PerceiverAR(Decoder):
             [B, n, vocab_size]; log-probabilities with the mixture head.
 
         Raises:
+            ValueError: ids outside the vocabulary, or an argument of the wrong shape or type.
             UnsupportedError: packed sequences.
         """
         check_ids("tokens", tokens, self.n_ids, self.embedding.weight)
@@ -130,6 +131,9 @@ class PerceiverAR(Decoder):
             targets: [B, T] long, what follows each position; -100, those at padding and those before the
                 latents are ignored.
             reading: `key_padding_mask` and `n_latents`, as for `forward`.
+
+        Raises:
+            ValueError: as `forward`; targets of another shape or outside the vocabulary.
         """
         check_ids("inputs", inputs, self.n_ids, self.embedding.weight)
         check_targets(targets, inputs.shape, self.config.vocab_size)

@@ -57,6 +57,9 @@ class Projection(nn.Module):
         dim: width of the rows.
         rows: see `draw_rows`.
         seed: a number of up to 63 bits; by default it is drawn like initial weights, from torch's generator.
+
+    Raises:
+        ValueError: unknown rows, or a number out of range.
     """
 
     weight: Tensor

@@ -37,6 +37,9 @@ class States:
         memory_bytes: maximum `nbytes` of the cache. Beyond it, the least recently used states are dropped
             from memory; a state that is larger than it is read from the store each time.
         seconds: the time without use after which the store drops a state, if there is one.
+
+    Raises:
+        ValueError: memory_bytes below 0.
     """
 
     def __init__(self, store: Store, memory_bytes: int, seconds: float | None = None) -> None:

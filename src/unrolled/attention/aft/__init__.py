@@ -73,6 +73,10 @@ class AFT(MultiHeadAttention[AFTState, None]):
             (15 by default), odd unless causal.
         max_length: number of positions that "full" and "local" have biases for.
         bias_rank: width of the factors a and b of these biases.
+
+    Raises:
+        ValueError: an unknown position_bias, a window that it does not take, or sizes out of range.
+        UnsupportedError: rotary positions.
     """
 
     supports = GENERAL.but(recurrence="growing", single_queries=False, dynamic_length=False)

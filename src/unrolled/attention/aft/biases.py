@@ -103,7 +103,11 @@ class LocalBias(FullBias):
 
 
 class ConvolutionBias(Bias):
-    """A bias for each head and distance in a window, normalised over the window (AFT-conv)."""
+    """A bias for each head and distance in a window, normalised over the window (AFT-conv).
+
+    Raises:
+        ValueError: an even window that is not causal.
+    """
 
     claims: ClassVar[Claims] = {**LocalBias.claims, "max_length": False}
     default_window = 15

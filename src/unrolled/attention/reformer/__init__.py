@@ -112,6 +112,9 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
         scale: factor of the scores.
         seed: seed of the random rotations; drawn like initial weights by default. `rotations.redraw()` draws
             new ones. The authors draw them at every update: `train.redraw_every=1`.
+
+    Raises:
+        ValueError: an odd number of buckets, fewer key than query heads, or a number out of range.
     """
 
     supports = GENERAL.but(cross=False, recurrence="growing", single_queries=False, reads_input=True)

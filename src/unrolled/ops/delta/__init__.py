@@ -87,6 +87,9 @@ def delta_rule_step(
 
     Returns:
         `o [B,H,M]` in the dtype of `v`, and the new state.
+
+    Raises:
+        ValueError: as `delta_rule`.
     """
     check_step(q, k, v)
     _check_rule(q, k, v, beta, log_decay, state, k.shape[0])

@@ -77,6 +77,9 @@ def dplr_step(
 
     Returns:
         `o [B,H,M]` in the dtype of `v`, and the new state.
+
+    Raises:
+        ValueError: as `dplr`.
     """
     check_step(q, k, v)
     _check_rule(q, k, v, a, b, log_decay, state, k.shape[0])

@@ -59,6 +59,9 @@ def make_feature_map(
         n_heads: number of query heads H.
         n_kv_heads: number of key heads G; H by default.
         options: further arguments of the map, such as `max_length` of "cosformer".
+
+    Raises:
+        ValueError: an unknown name, or options that do not fit the map.
     """
     if not isinstance(name, str) or name not in FEATURE_MAPS:
         raise wrong("feature_map", repr(name), f"one of {', '.join(FEATURE_MAPS)}, or a FeatureMap")

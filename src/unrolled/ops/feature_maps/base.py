@@ -14,6 +14,9 @@ class FeatureMap(nn.Module):
         head_dim: width D of the queries and keys.
         feature_dim: width R of the features.
         positional: whether `phi_q` and `phi_k` need positions; other maps ignore them.
+
+    Raises:
+        ValueError: head_dim below 1.
     """
 
     positional: bool = False
@@ -59,6 +62,9 @@ class QueryKeyMap(FeatureMap):
     Args:
         queries: its `phi_q` maps the queries.
         keys: its `phi_k` maps the keys. If the features of both are positive, so are the weights.
+
+    Raises:
+        ValueError: the widths of the two maps differ.
     """
 
     def __init__(self, queries: FeatureMap, keys: FeatureMap):

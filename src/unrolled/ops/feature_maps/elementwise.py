@@ -112,6 +112,9 @@ class Dpfp(FeatureMap):
     Args:
         head_dim: D.
         nu: how many neighbours each coordinate is multiplied by, at most 2D - 1.
+
+    Raises:
+        ValueError: nu out of range.
     """
 
     def __init__(self, head_dim: int, nu: int = 1):

@@ -14,7 +14,11 @@ from unrolled.ops.precision import without_autocast
 
 
 class PerHeadMap(FeatureMap):
-    """A layer y_h = W_h x_h + b_h for each head h, from which derived maps compute features."""
+    """A layer y_h = W_h x_h + b_h for each head h, from which derived maps compute features.
+
+    Raises:
+        ValueError: a size below 1.
+    """
 
     def __init__(self, head_dim: int, n_heads: int, layer_dim: int, feature_dim: int):
         super().__init__(head_dim, feature_dim)

@@ -21,6 +21,9 @@ class Polynomial(FeatureMap):
     than 1 + D + D^2. This is cheaper than softmax only where the length exceeds R. The kernel is 0 at
     q . k = -offset. If all products of a query are close to -offset, its output is a quotient of two small
     numbers and loses precision.
+
+    Raises:
+        ValueError: a negative offset.
     """
 
     def __init__(self, head_dim: int, offset: float = 1.0):

@@ -23,6 +23,9 @@ class CosFormer(FeatureMap):
         head_dim: D.
         max_length: M. Positions from 0 to M are valid; others raise a ValueError, on a CPU in eager mode,
             where reading values is cheap.
+
+    Raises:
+        ValueError: max_length below 1.
     """
 
     positional = True

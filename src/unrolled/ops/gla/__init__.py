@@ -107,6 +107,9 @@ def diagonal_linear_attention_step(
 
     Returns:
         `o [B,H,M]` in the dtype of `v`, and the new state.
+
+    Raises:
+        ValueError: as `diagonal_linear_attention`.
     """
     check_step(q, k, v)
     check_log_decay(log_decay, k, "[B, G, R]")

@@ -179,6 +179,9 @@ def linear_attention_step(
 
     Returns:
         `o [B,H,M]` in the dtype of `v`, and the new state.
+
+    Raises:
+        ValueError: as `linear_attention`.
     """
     check_step(q, k, v)
     (B, G, D), M, R = k.shape, v.shape[2], k.shape[2]

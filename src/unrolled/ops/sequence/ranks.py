@@ -35,6 +35,9 @@ class Ranks:
         scan: how sums reach the later ranks; see `sequence_parallel`.
         bytes_sent: what this process has sent so far, forward and backward. What it sends to several ranks
             counts once for each.
+
+    Raises:
+        ValueError: an unknown scan.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, scan: Scan | None = None) -> None:
