@@ -14,7 +14,8 @@ from published import write_babi, write_cifar10_subset, write_imdb, write_mnist
 from sounds import write_an4
 
 from unrolled import experiments, training
-from unrolled.cli import _claims, _experiment_report, _experiments
+from unrolled.cli import _claims, _experiment_report, _experiments, run_config
+from unrolled.decode import load_model
 from unrolled.experiments import Results, made_of
 from unrolled.training import read_log
 
@@ -81,6 +82,22 @@ def test_an_experiment_is_run_and_reported(tiny: Path) -> None:
     assert "http" not in page.replace("http-equiv", "")
     assert (folder / "plot.png").exists() == ("data:image/png" in page)
     assert reproduce(tiny, "--table") in printed + "\n"
+
+
+@pytest.mark.parametrize("compared", ["loss", "accuracy"])
+def test_tokens_are_evaluated_a_second_time_for_their_accuracy_only(tiny: Path, compared: str) -> None:
+    base = TINY["base"] | {"train": TINY["base"]["train"] | {"eval_batches": None}}
+    kept = {name: value for name, value in TINY.items() if name not in ("evaluate", "sweep")}
+    changed = kept | {"base": base, "expect": [f'{compared}["wide"] < 9']}
+    tiny.write_text(yaml.safe_dump(changed, sort_keys=False))
+    reproduce(tiny, "--only", "wide")
+    folder = tiny.parent / "out" / "tiny" / "quick"
+    [figures] = json.loads((folder / "results.json").read_text())["runs"].values()
+    ended = run_config.resolve(run_config.read_saved(folder / "wide" / "seed=3"))
+    model = load_model(ended.run_dir).eval()
+    [score] = training.evaluate_positions(model, ended.dataset, ended.train, [(0, 8)])
+    assert figures["loss"] == pytest.approx(score.loss, rel=1e-6)
+    assert figures["accuracy"] == (score.accuracy if compared == "accuracy" else None)
 
 
 def test_the_plot_may_be_of_the_further_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:

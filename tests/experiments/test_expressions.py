@@ -60,6 +60,11 @@ def test_a_mean_is_that_over_all_contenders():
     assert found.judge(lambda *place: some.get(place)) == (None, None)
 
 
+def test_the_measures_of_an_expectation():
+    text = 'max(loss["linear"], 2) < mean(accuracy) + iou["lsh-4", "at 9"]'
+    assert Expectation.parse(text, NAMES, ["at 9"]).measures == {"loss", "accuracy", "iou"}
+
+
 def test_a_quotient_by_zero_holds_for_nothing():
     for text in ('1 / loss["linear"] > 0', '1 / loss["linear"] <= 0'):
         held, sides = Expectation.parse(text, NAMES).judge(lambda *place: 0.0)

@@ -226,8 +226,9 @@ def _measured(
     evaluations = {
         name: _evaluated(model, values, name, changes) for name, changes in experiment.evaluate.items()
     }
+    compared = {measure for expectation in experiment.expectations for measure in expectation.measures}
     figures = {
-        **_scores(model, run),
+        **_scores(model, run, None if "accuracy" in compared else result.best_val),
         "seconds": result.seconds,
         "seconds_per_step": result.seconds / max(result.steps, 1),
         "parameters": sum(x.numel() for x in model.parameters()),
@@ -308,21 +309,22 @@ def _refilled(run: run_config.Run, trained: Any, name: str) -> Any:
     return model.eval()
 
 
-def _scores(model: Any, run: run_config.Run) -> dict[str, float | None]:
-    """Measure the loss of a model, and the other `MEASURES` that its task has.
+def _scores(model: Any, run: run_config.Run, loss: float | None = None) -> dict[str, float | None]:
+    """Measure the loss of a model, unless it is given, and the other `MEASURES` that its task has.
 
     All are measured on the validation split, except BLEU, which is measured on a test split, and the
-    accuracy of answers, labels and bits, which is that of the test split if there is one. If
-    `train.eval_batches` limits the evaluation, only the loss and what follows from it are measured.
+    accuracy of answers, labels and bits, which is that of the test split if there is one. The accuracy of
+    tokens is measured only together with the loss, in one pass over the data. If `train.eval_batches` limits
+    the evaluation, only the loss and what follows from it are measured.
     """
     config, task = run.train, run.dataset.task
     accuracy = errors = overlap = translated = None
-    if config.eval_batches is None and task == "tokens":
+    if loss is None and config.eval_batches is None and task == "tokens":
         length = next(iter(run.dataset.eval_batches(1))).inputs.shape[1]
         [score] = training.evaluate_positions(model, run.dataset, config, [(0, length)])
         loss, accuracy = score.loss, score.accuracy
     else:
-        loss = training.evaluate(model, run.dataset, config)
+        loss = training.evaluate(model, run.dataset, config) if loss is None else loss
         if config.eval_batches is None and (counts := count_splits(model, run.dataset, config.batch_size)):
             right, count = counts.get("test", counts["validation"])
             accuracy = right / count

@@ -82,6 +82,12 @@ class Expectation:
             _check(side, text, contenders, evaluations)
         return cls(str(text), found.left, type(found.ops[0]), found.comparators[0])
 
+    @property
+    def measures(self) -> set[str]:
+        """The measures that are compared."""
+        nodes = [node for side in (self.left, self.right) for node in ast.walk(side)]
+        return {x.value.id for x in nodes if isinstance(x, ast.Subscript) and isinstance(x.value, ast.Name)}
+
     def judge(self, value: Value) -> tuple[bool | None, tuple[float, float] | None]:
         """Return whether the expectation holds, and both sides; None and None if this is not known yet."""
         try:
