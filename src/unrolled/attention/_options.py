@@ -3,7 +3,7 @@
 from typing import TypedDict
 
 from unrolled.contract import CAUSAL_RECURRENCE
-from unrolled.ops.options import check_finite
+from unrolled.ops.options import check_above_zero
 
 
 class HeadOptions(TypedDict, total=False):
@@ -37,8 +37,6 @@ ONE_WAY = "it forgets the past; run it over the sequence and over its reverse, o
 
 def check_rotation(base: float, dim: int | None, head_dim: int) -> None:
     """Raise ValueError unless the base is above 0, and `dim` is None or even, from 2 to `head_dim`."""
-    check_finite(rotary_base=base)
-    if base <= 0:
-        raise ValueError(f"rotary_base is {base}, but must be above 0")
+    check_above_zero(rotary_base=base)
     if dim is not None and (dim % 2 or not 2 <= dim <= head_dim):
         raise ValueError(f"rotary_dim is {dim}, but must be even, from 2 to head_dim = {head_dim}")

@@ -29,7 +29,7 @@ from unrolled.contract import CAUSAL_RECURRENCE
 from unrolled.ops.dense import Linear
 from unrolled.ops.gla import diagonal_linear_attention, diagonal_linear_attention_step
 from unrolled.ops.head_norm import HeadRMSNorm
-from unrolled.ops.options import check_finite, check_integers
+from unrolled.ops.options import check_above_zero, check_integers
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.sequence import Decayed
 
@@ -81,9 +81,7 @@ class GatedLinearAttention(MultiHeadAttention[GatedLinearState, Decay]):
     ):
         super().__init__(d_model, n_heads, **common)
         check_integers(1, gate_rank=gate_rank)
-        check_finite(temperature=temperature)
-        if temperature <= 0:
-            raise ValueError(f"temperature is {temperature}, but must be above 0")
+        check_above_zero(temperature=temperature)
         self.temperature = temperature
         self.decay_down = Linear(d_model, gate_rank, bias=False)
         self.decay_up = Linear(gate_rank, self.n_kv_heads * self.head_dim)

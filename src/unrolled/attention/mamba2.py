@@ -33,7 +33,6 @@ from unrolled.contract import CAUSAL_RECURRENCE
 from unrolled.ops.dense import Linear
 from unrolled.ops.head_norm import HeadRMSNorm
 from unrolled.ops.linear import Keys, LinearState, linear_attention, linear_attention_step
-from unrolled.ops.options import check_finite
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.sequence import Decayed
 
@@ -86,7 +85,6 @@ class Mamba2(MultiHeadAttention[Mamba2State, Steps]):
         self.n_groups = n_groups
         common.setdefault("conv", 4)
         super().__init__(d_model, n_heads, **common)
-        check_finite(eps=eps)
         self.step_proj = Linear(d_model, n_heads)
         # Initialised as by transformers, with paces from 1 to H. As published, step sizes are log-uniform.
         self.log_pace = nn.Parameter(torch.arange(1.0, n_heads + 1).log())

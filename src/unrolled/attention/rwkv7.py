@@ -37,7 +37,7 @@ from unrolled.ops.conv import causal_conv_step
 from unrolled.ops.dense import Linear
 from unrolled.ops.dplr import dplr, dplr_step
 from unrolled.ops.head_scale import scale_heads
-from unrolled.ops.options import check_finite, check_integers
+from unrolled.ops.options import check_above_zero, check_integers
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.sequence import Transformed, causal_conv
 
@@ -119,9 +119,7 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
     ):
         super().__init__(d_model, n_heads, **common)
         check_integers(1, decay_rank=decay_rank, rate_rank=rate_rank, gate_rank=gate_rank)
-        check_finite(eps=eps)
-        if eps <= 0:
-            raise ValueError(f"eps is {eps}, but must be above 0")
+        check_above_zero(eps=eps)
         self.eps = eps
         keys, values = n_heads * self.head_dim, n_heads * self.value_dim
         self.decay_down = Linear(d_model, decay_rank, bias=False)

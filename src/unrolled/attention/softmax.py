@@ -30,7 +30,7 @@ from unrolled.attention._cache import CachedAttention
 from unrolled.attention._options import GENERAL
 from unrolled.attention.base import CommonOptions, Heads, Masks, Projected
 from unrolled.ops.dense import Linear
-from unrolled.ops.options import check_finite
+from unrolled.ops.options import check_above_zero
 from unrolled.ops.softmax import KVCache, extend_cache, softmax_attention, softmax_prefill, softmax_step
 from unrolled.ops.window import window_attention
 
@@ -62,9 +62,7 @@ class SoftmaxAttention(CachedAttention):
         **common: Unpack[CommonOptions],
     ):
         super().__init__(d_model, n_heads, **common)
-        check_finite(eps=eps)
-        if eps <= 0:
-            raise ValueError(f"eps is {eps}, but must be above 0")
+        check_above_zero(eps=eps)
         if qk_norm not in ("head", "all", None):
             raise ValueError(f"qk_norm is {qk_norm!r}, but must be 'head', 'all' or None")
         self.qk_norm = qk_norm

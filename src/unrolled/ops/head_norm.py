@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from unrolled.ops.checks import wrong_shape
 from unrolled.ops.head_scale import GateFunction, scale_heads
-from unrolled.ops.options import check_finite
+from unrolled.ops.options import check_above_zero
 
 
 class HeadRMSNorm(nn.Module):
@@ -30,9 +30,7 @@ class HeadRMSNorm(nn.Module):
 
     def __init__(self, n_heads: int, head_dim: int, eps: float = 1e-5):
         super().__init__()
-        check_finite(eps=eps)
-        if eps <= 0:
-            raise ValueError(f"eps is {eps}, but must be above 0")
+        check_above_zero(eps=eps)
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(n_heads, head_dim))
 

@@ -51,6 +51,14 @@ def check_finite(**numbers: object) -> None:
             raise ValueError(f"{name} is {x!r}, but must be a finite number")
 
 
+def check_above_zero(**numbers: object) -> None:
+    """Require finite numbers above 0."""
+    check_finite(**numbers)
+    for name, x in numbers.items():
+        if x <= 0:  # type: ignore[operator]
+            raise ValueError(f"{name} is {x}, but must be above 0")
+
+
 def is_number(x: object) -> bool:
     """Return whether `x` is a finite int or float; bool does not count as one."""
     return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)

@@ -49,7 +49,7 @@ class Maker:
             with suppress(UnsupportedError):
                 claims.append(self(causal=causal).supports)
         require(bool(claims), "neither causal=True nor causal=False was accepted: nothing can be run")
-        # Global tokens read the future, and may be all that reads the input: causal attention lacks both.
+        # Causal attention has no global tokens, and without them it may not read its input either.
         only_one = ("global_mask", "reads_input")
         return claims[0].but(**{name: any(getattr(c, name) for c in claims) for name in only_one})
 
@@ -199,12 +199,17 @@ def assert_close(found: Compared, expected: Compared, what: str) -> None:
             continue
         error = (a - b).abs().nan_to_num(nan=torch.inf)
         at = _index_of_worst(error)
-        allowed = TOLERANCE[b.dtype] * max(1.0, float(b.abs().max()))
+        allowed = allowed_error(b)
         require(
             float(error[at]) <= allowed,
             f"{what}: {name} differs by {float(error[at]):.3g} at {list(at)} "
             f"({float(a[at]):.6g}, should be {float(b[at]):.6g}); {allowed:.3g} is allowed",
         )
+
+
+def allowed_error(expected: Tensor) -> float:
+    """Return how far values may be from these: `TOLERANCE` times the largest of them, or of 1."""
+    return TOLERANCE[expected.dtype] * max(1.0, float(expected.abs().max()))
 
 
 def assert_identical(found: Compared, expected: Compared, what: str) -> None:

@@ -9,8 +9,8 @@ from unrolled.attention.base import Masks
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.state import leaves
 from unrolled.testing._kit import (
-    TOLERANCE,
     Maker,
+    allowed_error,
     assert_identical,
     assert_raises,
     describe,
@@ -23,7 +23,7 @@ from unrolled.testing._kit import (
 from unrolled.testing.refusals import wrong_masks
 
 LENGTH = 200
-"""Number of tokens: more than the clusters, landmarks and windows of the defaults, which short ones hide."""
+"""Number of tokens, above the default numbers of clusters and landmarks, up to which attention is exact."""
 
 
 def check_positions(make: Maker, supports: Supports) -> None:
@@ -103,5 +103,4 @@ def _reads(module: Any, x: Tensor, **masks: Tensor | None) -> Tensor:
 
 def _close(found: Tensor, other: Tensor) -> bool:
     """Tell whether two outputs differ only by rounding."""
-    allowed = TOLERANCE[other.dtype] * max(1.0, float(other.abs().max()))
-    return float((found - other).abs().max()) <= allowed
+    return float((found - other).abs().max()) <= allowed_error(other)
