@@ -203,6 +203,7 @@ def test_supports_says_what_a_variant_can_do(kind, constant):
     assert (supports.recurrence == "constant") == constant
     assert supports.attn_mask == (kind == "full")
     assert supports.cross == (kind in ("full", "simple"))
+    assert supports.positions == (kind != "simple")
 
 
 @pytest.mark.parametrize("kind", ["full", "local"])

@@ -343,7 +343,7 @@ class RandomFeatureAttention(MultiHeadAttention[RfaState, Gate | None]):
     ):
         super().__init__(d_model, n_heads, **common)
         if gate:
-            self.supports = self.supports.but(bidirectional=False, cross=False)
+            self.supports = self.supports.but(bidirectional=False, cross=False, reads_input=True)
             if not self.causal:
                 raise UnsupportedError("the gate of rfa is causal: use causal=True or gate=False")
         self.feature_map = RfaMap(self.n_kv_heads, self.head_dim, features, n_features, rows, seed)

@@ -58,7 +58,12 @@ class Bias(nn.Module):
 class NoBias(Bias):
     """w_tj = 0."""
 
-    claims: ClassVar[Claims] = {"recurrence": "constant", "attn_mask": False, "max_length": False}
+    claims: ClassVar[Claims] = {
+        "recurrence": "constant",
+        "attn_mask": False,
+        "max_length": False,
+        "positions": False,
+    }
 
     def forward(self, rows: Tensor, keys: Tensor) -> Tensor:
         """Return zeros."""
