@@ -3,6 +3,8 @@
 import copy
 import json
 import pickle
+import subprocess
+import sys
 
 import huggingface_hub
 import pytest
@@ -202,6 +204,22 @@ def test_generating_continues_a_state(linear):
         first.sequences, past_key_values=first.past_key_values, max_new_tokens=6, do_sample=False
     )
     assert torch.equal(rest, whole)
+
+
+def test_a_cache_of_the_caller_holds_the_states(linear):
+    model, ids = linear["qwen3"], inputs("qwen3")["input_ids"][1:]
+    cache = DynamicCache(config=model.config)
+    parts = [model(part, past_key_values=cache).logits for part in ids.split([5, 1, 3], 1)]
+    assert cache.get_seq_length() == 9
+    torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits)
+
+
+def test_another_process_that_unpickles_a_model_honours_padding(linear, tmp_path):
+    model, given = linear["llama"], inputs("llama")
+    torch.save((model, given, model(**given).logits), tmp_path / "model.pt")
+    read = f"import torch; model, given, expected = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); "
+    compare = "assert torch.equal(model(**given).logits, expected)"
+    subprocess.run([sys.executable, "-c", read + compare], check=True)
 
 
 def test_assisted_decoding_is_refused(linear):

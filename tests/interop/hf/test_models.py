@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification as AutoClassifier
 
 from unrolled.contract import UnsupportedError
 from unrolled.interop import hf
-from unrolled.models import Decoder, DecoderConfig
+from unrolled.models import Decoder, DecoderConfig, Encoder
 
 CLASSES = {
     hf.UnrolledForCausalLM: AutoModelForCausalLM,
@@ -104,6 +104,17 @@ def bare(**fields):
 def test_a_bare_encoder_has_segments_and_no_cache(ids):
     encoder = bare(n_segments=2, is_decoder=False)
     assert encoder(ids, token_type_ids=torch.ones_like(ids)).past_key_values is None
+
+
+def test_models_of_one_config_do_not_change_each_other(ids, tmp_path):
+    config = hf.UnrolledConfig(**SMALL)
+    encoder = hf.UnrolledForMaskedLM(config)
+    hf.UnrolledForCausalLM(config)
+    encoder.save_pretrained(tmp_path)
+    assert isinstance(AutoModel.from_pretrained(tmp_path).model, Encoder)
+    decoder = hf.UnrolledModel(config)
+    hf.UnrolledForMaskedLM(config)
+    assert decoder(ids).past_key_values is not None
 
 
 def test_random_features_survive_saving(ids, tmp_path):

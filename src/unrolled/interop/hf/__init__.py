@@ -1,8 +1,8 @@
 """Models of this library in Hugging Face transformers, and the reverse. Needs the extra `hf`.
 
 Importing this package registers the classes below with transformers, so that `AutoConfig`,
-`AutoModelForCausalLM` and so on find them by the `model_type` "unrolled" of a config. No other import of this
-library has such a side effect.
+`AutoModelForCausalLM` and so on find them by the `model_type` "unrolled" of a config. It also registers the
+attention of linearized models. No other import of this library has such a side effect.
 """
 
 from unrolled.extras import how_to_install

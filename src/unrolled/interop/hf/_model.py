@@ -1,6 +1,7 @@
 """The base of the classes for transformers: it holds a model of this library, and loads and saves it."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -40,9 +41,10 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
     model: Decoder | Encoder
 
     def __init__(self, config: UnrolledConfig) -> None:
-        super().__init__(config)
-        if self._decodes is not None:
+        if self._decodes is not None and config.is_decoder != self._decodes:
+            config = deepcopy(config)  # other models may share the object
             config.is_decoder = self._decodes
+        super().__init__(config)
         # transformers makes models on the meta device and fills in the tensors of the file. But these models
         # draw random features from a CPU generator, and a head that the file lacks needs its initial weights.
         with torch.device("cpu"):

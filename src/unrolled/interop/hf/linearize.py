@@ -206,8 +206,6 @@ def _prepare_masks(model: PreTrainedModel) -> None:
     """If no softmax attention is left, let transformers pass a padding mask instead of one of T x S pairs."""
     if any(is_softmax_attention(module) for module in model.modules()):
         return
-    transformers.AttentionInterface.register(PADDING_ONLY, _no_softmax_left)
-    transformers.AttentionMaskInterface.register(PADDING_ONLY, _padding_mask)
     model.config._attn_implementation = PADDING_ONLY
 
 
@@ -231,6 +229,12 @@ def _padding_mask(
     return None if attention_mask is None else attention_mask[:, -kv_length:]
 
 
+# At import, since a process that unpickles a linearized model does not call `linearize`. transformers passes
+# no mask to an implementation that it does not know.
+transformers.AttentionInterface.register(PADDING_ONLY, _no_softmax_left)
+transformers.AttentionMaskInterface.register(PADDING_ONLY, _padding_mask)
+
+
 def _prepare_cache(model: PreTrainedModel) -> None:
     """Let a causal model start with a `StateCache`."""
     if not all(module.mechanism.causal for module in linearized_layers(model).values()):
@@ -243,14 +247,18 @@ def _prepare_cache(model: PreTrainedModel) -> None:
 def _start_with_states(
     module: PreTrainedModel, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-    """Replace an empty cache of transformers, or a missing one, by an empty `StateCache`."""
+    """Make an empty `StateCache` if there is no cache, and turn an empty cache of transformers into one."""
     if len(args) > _place_of_cache(type(module).forward):
         return None  # the cache is passed by position; the layers check it
     given, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
     if use_cache is None:
         use_cache = module.config.use_cache and not module.training
-    if (given is None and use_cache) or (type(given) is DynamicCache and given.get_seq_length() == 0):
+    if given is None and use_cache:
         given = state_cache(module)
+    elif type(given) is DynamicCache and given.get_seq_length() == 0:
+        kind: type = StateCache
+        given.__class__ = kind  # in place, since the caller passes the same object to the next call
+        vars(given).update(vars(state_cache(module)))
     return args, {**kwargs, "past_key_values": given, "use_cache": use_cache}
 
 

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from torch import nn
 
 from unrolled.contract import UnsupportedError
@@ -235,3 +236,27 @@ def test_a_layer_with_a_forward_of_its_own_is_kept():
     assert second.replaced
     hf.restore(model)
     assert "forward" in vars(layer)
+
+
+class Count(ModelHook):
+    def __init__(self):
+        self.calls = 0
+
+    def pre_forward(self, module, *args, **kwargs):
+        self.calls += 1
+        return args, kwargs
+
+
+def test_a_hook_on_an_accelerated_layer_is_kept():
+    model, hook = make("Lfm2"), Count()
+    before = logits(model, inputs())
+    hf.accelerate(model)
+    layer = add_hook_to_module(model.model.layers[0].conv, hook)
+    first, second = hf.accelerate(model).layers
+    assert not first.replaced
+    assert second.replaced
+    hf.restore(model)
+    assert torch.equal(logits(model, inputs()), before)
+    assert hook.calls == 1
+    remove_hook_from_module(layer)
+    assert torch.equal(logits(model, inputs()), before)

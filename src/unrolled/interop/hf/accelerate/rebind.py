@@ -65,5 +65,12 @@ def set_forward(layer: nn.Module, forward: Function) -> None:
 
 def restore_forward(layer: nn.Module) -> None:
     """Let a layer run the forward of its class again if `set_forward` has replaced it."""
-    if hasattr(vars(layer).get("forward"), _MARK):
+    if _is_ours(vars(layer).get("forward")):
         del vars(layer)["forward"]
+    elif _is_ours(vars(layer).get("_old_forward")):  # below a hook of the package accelerate
+        vars(layer)["_old_forward"] = MethodType(type(layer).forward, layer)
+
+
+def _is_ours(forward: object) -> bool:
+    """Whether `set_forward` has set this forward; a wrapper has the mark too, but is not a method."""
+    return isinstance(forward, MethodType) and hasattr(forward, _MARK)
