@@ -2,6 +2,8 @@
 
 import os
 import shutil
+from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +21,17 @@ def model(attention: str) -> Decoder:
     return Decoder(DecoderConfig(7, d_model=8, n_layers=1, n_heads=2, attention=attention, max_length=32))
 
 
+def test_another_model_is_refused(tmp_path):
+    made = model("linear")
+    export(made, tmp_path)
+    retrained, reconfigured = deepcopy(made), deepcopy(made)
+    torch.nn.init.ones_(retrained.head.project.weight)
+    reconfigured.config = replace(made.config, activation="relu")
+    for other in (retrained, reconfigured, model("softmax")):
+        with pytest.raises(ValueError, match="holds another model than the one given: export that one first"):
+            export_aot(other, tmp_path)
+
+
 @pytest.mark.compilers
 @pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="AOTInductor needs a C++ compiler"
@@ -28,8 +41,6 @@ def test_the_package_is_the_model(tmp_path):
     export(made, tmp_path)
     with pytest.raises(ValueError, match=r"holds no step\.pt2; export again with --aot"):
         load_aot(tmp_path)
-    with pytest.raises(ValueError, match="holds another model than the one given"):
-        export_aot(model("softmax"), tmp_path)
     export_aot(made, tmp_path)
     found = load_aot(tmp_path)
     ids = torch.randint(7, (3, 20))

@@ -4,6 +4,7 @@ import json
 import shutil
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -255,6 +256,29 @@ def test_positions_that_a_feature_map_limits_are_limited_in_the_graph_too(tmp_pa
         assert either.prefill(tokens(1, 3), either.init_state(1))[0].isfinite().all()
         with pytest.raises(ValueError, match=r"must be at most|is the last"):
             generate(either, [[1, 2]], 3)
+
+
+class Itself:
+    """A session that runs the model instead of a graph of it."""
+
+    def __init__(self, recurrence):
+        self.recurrence = recurrence
+        self.names = [SimpleNamespace(name=name) for name in ("tokens", *(x.name for x in recurrence.leaves))]
+
+    def get_inputs(self):
+        return self.names
+
+    def get_outputs(self):
+        return [SimpleNamespace(name="logits"), *self.names[1:]]
+
+    def run(self, outputs, feeds):
+        return [x.numpy() for x in self.recurrence(*map(torch.from_numpy, feeds.values()))]
+
+
+@pytest.mark.parametrize("max_length", range(2, 11))
+def test_a_graph_is_compared_within_the_positions_of_the_model(max_length):
+    recurrence = Recurrence(make("linear", positions="learned", max_length=max_length))
+    compare(recurrence, Itself(recurrence))
 
 
 def test_a_fused_graph_with_another_input_length_than_the_plain_one_is_refused(tmp_path, monkeypatch):

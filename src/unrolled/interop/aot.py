@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from unrolled.files import write_file
+from unrolled.interop.onnx.folder import description, weights_checksum
 from unrolled.interop.onnx.graph import Recurrence, exported, quiet
 from unrolled.interop.onnx.manifest import Manifest
 from unrolled.interop.onnx.model import ExportedModel
@@ -52,8 +53,8 @@ def export_aot(model: Any, folder: str | Path) -> Manifest:
     folder = Path(folder)
     manifest = Manifest.load(folder)
     recurrence = Recurrence(deepcopy(model).cpu().eval(), length=1)
-    if recurrence.leaves != manifest.state or int(model.config.vocab_size) != manifest.vocab_size:
-        raise ValueError(f"{folder} holds another model than the one given, whose state differs")
+    if manifest.model != description(model) or manifest.weights != weights_checksum(model):
+        raise ValueError(f"{folder} holds another model than the one given: export that one first")
     program = exported(recurrence)
 
     def compile_into(file: Path) -> None:

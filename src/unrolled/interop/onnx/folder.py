@@ -30,6 +30,11 @@ def weights_checksum(model: nn.Module) -> str:
     return fingerprint(*model.state_dict().values())
 
 
+def description(model: Any) -> dict[str, Any]:
+    """Return the name and the config of a model, as in its manifest."""
+    return {"model": model.model_name, **json.loads(json.dumps(asdict(model.config)))}
+
+
 def read_manifest(folder: str | Path) -> Record:
     """Read the manifest of an exported model of any kind.
 
@@ -130,7 +135,7 @@ def _describe(model: Any, recurrence: Recurrence, opset: int) -> Manifest:
     return Manifest(
         unrolled=version("unrolled"),
         opset=opset,
-        model={"model": model.model_name, **json.loads(json.dumps(asdict(config)))},
+        model=description(model),
         weights=weights_checksum(model),
         vocab_size=int(config.vocab_size),
         start_token=int(config.vocab_size) if config.start_token else None,

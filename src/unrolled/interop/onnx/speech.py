@@ -14,7 +14,7 @@ from torch.export import Dim, ExportedProgram
 from unrolled.contract import UnsupportedError
 from unrolled.data import VOCABULARY_FILE, Vocabulary
 from unrolled.interop.onnx import forms
-from unrolled.interop.onnx.folder import OPSET, weights_checksum
+from unrolled.interop.onnx.folder import OPSET, description, weights_checksum
 from unrolled.interop.onnx.front_end import LogMel
 from unrolled.interop.onnx.graph import quiet
 from unrolled.interop.onnx.lstm import OnnxLSTM
@@ -89,7 +89,7 @@ def export_transcriber(
     written = SpeechManifest(
         unrolled=version("unrolled"),
         opset=opset,
-        model={"model": model.model_name, **json.loads(json.dumps(asdict(model.config)))},
+        model=description(model),
         weights=weights_checksum(model),
         vocab_size=model.vocab_size,
         rate=rate,

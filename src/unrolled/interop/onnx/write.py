@@ -98,7 +98,7 @@ def compare(recurrence: Recurrence, session: "InferenceSession") -> None:
         DisagreementError: the outputs differ by more than `AGREEMENT` of the largest number compared.
     """
     bound = n_positions(recurrence.model) or 16
-    lengths = (1,) * min(4, bound) if recurrence.length == 1 else (min(5, bound), min(3, bound - 5), 1)
+    lengths = (1,) * min(4, bound) if recurrence.length == 1 else (min(5, bound), min(3, bound - 6), 1)
     outputs = [x.name for x in session.get_outputs()]
     inputs = [x.name for x in session.get_inputs()]
     generator = torch.Generator().manual_seed(0)
