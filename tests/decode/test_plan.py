@@ -14,6 +14,7 @@ from unrolled.contract import UnsupportedError
 from unrolled.decode import plan
 from unrolled.decode.packing import TILE, rounded
 from unrolled.decode.program import MOST_POSITIONS
+from unrolled.generation import generate
 from unrolled.models import Encoder, EncoderConfig
 from unrolled.models.blocks import FeedForward
 from unrolled.ops import native
@@ -289,6 +290,13 @@ def test_the_default_type_and_device_of_new_tensors_do_not_matter(name):
         assert all(map(torch.equal, again, drawn))
 
 
+def test_weights_of_another_form_than_that_of_the_plan_are_refused():
+    p = plan(decoder(), "int8")
+    assert torch.equal(generate(p, [[1]], 3, seed=0, weights="int8")[0], generate(p, [[1]], 3, seed=0)[0])
+    with pytest.raises(ValueError, match="weights is 'int4', but must be 'int8', as in the plan"):
+        generate(p, [[1]], 3, weights="int4")
+
+
 def test_other_models_are_refused():
     with pytest.raises(UnsupportedError, match="cannot run a Encoder"):
         plan(Encoder(EncoderConfig(vocab_size=5, d_model=8, n_heads=2, n_classes=3)))
@@ -310,7 +318,7 @@ def test_wrong_input_is_one_sentence():
     with pytest.raises(ValueError, match="must be of this plan, with 2 rows"):
         p.step(torch.tensor([1, 2]), p.init_state(3))
     with pytest.raises(
-        ValueError, match=f"the input has length 15, but must have at most max_length = {LENGTH}"
+        ValueError, match=f"the input has length 15, but must have at most {LENGTH}, the positions"
     ):
         p.prefill(tokens(length=LENGTH + 1), p.init_state(3))
 
@@ -356,14 +364,14 @@ def test_a_state_at_an_impossible_position_is_refused():
             ):
                 read(token, state)
     _, last = p.step(token, p.init_state(1)._replace(position=torch.tensor([MOST_POSITIONS - 1])))
-    with pytest.raises(ValueError, match=f"but must have at most max_length = {MOST_POSITIONS}"):
+    with pytest.raises(ValueError, match=f"but must have at most {MOST_POSITIONS}, the positions"):
         p.step(token, last)
 
 
 def test_the_part_with_the_fewest_positions_limits_a_model():
     p = plan(decoder(**linear(feature_map="cosformer"), positions="learned", max_length=LENGTH))
     p.prefill(tokens(), p.init_state(3))
-    with pytest.raises(ValueError, match=f"must have at most max_length = {LENGTH}"):
+    with pytest.raises(ValueError, match=f"must have at most {LENGTH}, the positions"):
         p.prefill(tokens(length=LENGTH + 1), p.init_state(3))
 
 

@@ -53,6 +53,34 @@ def test_a_state_of_other_random_features_is_refused():
         plan(model).from_model(before)
 
 
+def test_states_outlive_a_redraw_of_the_model():
+    model, ids = decoder(**MODELS["rfa"]), tokens()
+    p = plan(model)
+    _, state = p.prefill(ids, p.init_state(3))
+    model.stack.layers[0].attention.redraw()
+    p.from_model(p.to_model(state))
+    with pytest.raises(ValueError, match="redraw"):
+        model.step(ids[:, 0], p.to_model(state))
+
+
+@pytest.mark.parametrize("name", ["linear", "softmax", "window", "convolution", "delta rule"])
+def test_a_state_that_records_gradients_is_copied_without_them(name):
+    model, ids = decoder(**MODELS[name]), tokens()
+    p = plan(model)
+    _, state = model.prefill(ids, model.init_state(3))
+    assert not any(x.requires_grad for x in p.from_model(state))
+
+
+@pytest.mark.parametrize(
+    "other", [{"n_kv_heads": 1}, {"d_model": 40}, {"attention": "softmax"}, {"n_layers": 1}]
+)
+@torch.no_grad()
+def test_states_of_other_models_are_refused(other):
+    _, state = (model := decoder(**other)).prefill(tokens(), model.init_state(3))
+    with pytest.raises(ValueError, match="state is not one of the model of this plan"):
+        plan(decoder()).from_model(state)
+
+
 def test_a_state_before_the_first_token():
     model = decoder(**MODELS["hybrid"])
     p = plan(model)

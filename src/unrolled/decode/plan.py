@@ -155,13 +155,14 @@ class Plan:
             return [torch.empty(0, dtype=torch.long, device="cpu") for _ in range(request.rows)]
         return loop.run(self, request, on_token)
 
+    @torch.no_grad()
     def from_model(self, state: DecoderState) -> PlanState:
         """Return the state that continues from a state of the model.
 
         Raises:
             ValueError: it is a state of another model.
         """
-        if not isinstance(state, DecoderState) or leaves(state).keys() != leaves(self._empty).keys():
+        if not isinstance(state, DecoderState) or not self._fits(state):
             raise ValueError("state is not one of the model of this plan")
         rows = len(state.position)
         after = self.with_room(self.init_state(rows), int(state.position.max()) if rows else 0)
@@ -172,6 +173,16 @@ class Plan:
         """Return the state of the model that continues from a state of this plan."""
         return states.to_model(self._program.slots, state, self._empty)
 
+    def _fits(self, state: DecoderState) -> bool:
+        """Whether a state has the tensors of this plan's model, with sizes that are its own."""
+        found, own = leaves(state), leaves(self._empty)
+        return found.keys() == own.keys() and all(
+            x.dim() == own[name].dim()
+            and len(x) == len(state.position)
+            and all(b in (0, a) for a, b in zip(x.shape[1:], own[name].shape[1:], strict=True))  # 0: it grows
+            for name, x in found.items()
+        )
+
     # ---- reading in place
 
     def positions_left(self, state: PlanState) -> int:
@@ -181,7 +192,7 @@ class Plan:
     def too_long(self, length: int) -> str:
         """Say that the model has no positions for that many tokens."""
         limit = self._program.most_positions
-        return f"the input has length {length}, but must have at most max_length = {limit}"
+        return f"the input has length {length}, but must have at most {limit}, the positions of the model"
 
     def with_room(self, state: PlanState, tokens: int | Sequence[int]) -> PlanState:
         """Return the state with room in its cache for more tokens; the rest is shared.
