@@ -1,5 +1,7 @@
 """`generate` on a stand-in model: any object with the three verbs will do."""
 
+import time
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -176,6 +178,43 @@ def test_dropout_is_off_while_generating_and_modes_come_back(training: bool) -> 
     rows = as_lists(generate(model, [[1]], 10, temperature=0))
     assert (model.training, model.dropout.training) == (training, True)
     assert rows == [greedy_by_forward(model, [1], 10)]
+
+
+def test_another_thread_that_ends_first_does_not_turn_dropout_on() -> None:
+    model = LeakyMemory()
+    alone = as_lists(generate(model, [[1, 2]], 20, temperature=0))
+    may_end = Event()
+    other = Thread(target=generate, args=(model, [[3]], 1), kwargs={"on_token": lambda *_: may_end.wait(60)})
+
+    def on_token(row: int, token: int) -> None:
+        may_end.set()
+        other.join()
+
+    other.start()
+    while model.training:
+        time.sleep(0.001)
+    assert as_lists(generate(model, [[1, 2]], 20, temperature=0, on_token=on_token)) == alone
+    assert model.training
+
+
+def test_the_default_device_of_new_tensors_does_not_matter() -> None:
+    model = LeakyMemory()
+    expected = as_lists(generate(model, [[1], [2, 3]], 5, seed=0, stop=7))
+    model.init_state = lambda rows: History(torch.zeros(rows, 8, dtype=torch.float64, device="cpu"))  # type: ignore[method-assign]
+    with torch.device("meta"):
+        assert as_lists(generate(model, [[1], [2, 3]], 5, seed=0, stop=7)) == expected
+        assert generate(model, [[1]], 0)[0].device.type == "cpu"
+
+
+def test_a_row_without_a_distribution_is_named_by_its_place_among_all() -> None:
+    model = LeakyMemory()
+
+    def step(token: Tensor, state: History) -> tuple[Tensor, History]:
+        return torch.full((len(token), V), float("nan")), state
+
+    model.step = step  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="logits of row 1 hold NaN"):
+        generate(model, [[1], [2]], 5, on_token=lambda row, token: row == 1)
 
 
 def test_results_are_ordinary_tensors() -> None:

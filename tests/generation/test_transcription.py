@@ -89,6 +89,7 @@ def test_sounds_of_any_lengths_are_transcribed_as_alone(kind, beam_size):
         alone = [decode(model(sound[None])[0], beam_size=beam_size).tolist() for sound in sounds]
     assert [ids.tolist() for ids in found] == alone
     assert any(alone)
+    assert not any(ids.is_inference() for ids in found)
     assert transcribe(model, []) == []
 
 

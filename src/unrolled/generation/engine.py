@@ -74,7 +74,8 @@ def generate(
         second: the new tokens of each row, without the prompt and with the stop sequence.
 
     Raises:
-        ValueError: an argument is out of range, or a prompt is empty and the model has no start symbol.
+        ValueError: an argument is out of range, a prompt is empty and the model has no start symbol, or
+            `weights` is another form than that of a given plan.
         UnsupportedError: `weights` is given, but a plan cannot run the model.
     """
     refuse("generation")
@@ -84,6 +85,8 @@ def generate(
         model.config, prompt_ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         min_p=min_p, repetition_penalty=repetition_penalty, stop=stop, num_samples=num_samples, seed=seed,
     )  # fmt: skip
+    if isinstance(model, Plan) and weights not in (None, model.weights):
+        raise ValueError(f"weights is {weights!r}, but must be {model.weights!r}, as in the plan")
     planned = model if isinstance(model, Plan) else _plan(model, request, weights)
     if planned is not None:
         return planned.run(request, on_token)
@@ -110,7 +113,7 @@ def run(model: Recurrent, request: Request, on_token: OnToken | None = None) -> 
     """Continue the prompts of a request with the model itself, which defines what a plan must return."""
     rows: list[list[int]] = [[] for _ in range(request.rows)]
     if not rows or request.limit == 0:
-        return [torch.tensor(row, dtype=torch.long) for row in rows]
+        return [torch.tensor(row, dtype=torch.long, device="cpu") for row in rows]
     keys = request.keys.tolist()
 
     def goes_on(row: int, token: int) -> bool:
@@ -123,7 +126,7 @@ def run(model: Recurrent, request: Request, on_token: OnToken | None = None) -> 
     def draws() -> Tensor:
         """Return the next random number of each row of the batch."""
         return torch.tensor(
-            [sampling.uniform(keys[row], len(rows[row])) for row in batch], dtype=torch.float64
+            [sampling.uniform(keys[row], len(rows[row])) for row in batch], dtype=torch.float64, device="cpu"
         )
 
     def advance(tokens: Tensor, draws: Tensor, seen: Tensor, state: Any) -> tuple[Tensor, Any]:
@@ -140,9 +143,9 @@ def run(model: Recurrent, request: Request, on_token: OnToken | None = None) -> 
         active = set(batch)  # unfinished rows
         tokens = sampling.draw(filtered(logits, seen, request.sampling), draws())
         while True:
-            for index, (row, token) in enumerate(zip(batch, tokens.tolist(), strict=True)):
+            for row, token in zip(batch, tokens.tolist(), strict=True):
                 if row in active:
-                    sampling.check_drawn(index, token, logits.shape[-1])
+                    sampling.check_drawn(row, token, logits.shape[-1])
                     if not goes_on(row, token):
                         active.remove(row)
             if not active:
@@ -152,7 +155,7 @@ def run(model: Recurrent, request: Request, on_token: OnToken | None = None) -> 
                 tokens, seen, state = tokens[kept], seen[kept], select(state, kept)
                 batch = [row for row in batch if row in active]
             tokens, state = step(tokens, draws(), seen, state)
-    return [torch.tensor(row, dtype=torch.long) for row in rows]
+    return [torch.tensor(row, dtype=torch.long, device="cpu") for row in rows]
 
 
 def filtered(logits: Tensor, seen: Tensor, options: Sampling) -> Tensor:

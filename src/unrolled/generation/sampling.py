@@ -125,7 +125,7 @@ def sample(logits: Tensor, draws: Sequence[float]) -> Tensor:
     _check_logits(logits)
     if len(draws) != logits.shape[0]:
         raise ValueError(f"draws has {len(draws)}, but must have one per row of logits {tuple(logits.shape)}")
-    tokens = draw(logits, torch.tensor(draws, dtype=torch.float64))
+    tokens = draw(logits, torch.tensor(draws, dtype=torch.float64, device="cpu"))
     for row, token in enumerate(tokens.tolist()):
         check_drawn(row, token, logits.shape[-1])
     return tokens

@@ -75,7 +75,7 @@ def transcribe(
             log_probs = model(x, key_padding_mask=padding)
             for row, frames in zip(log_probs.cpu(), model.frames(x, padding).tolist(), strict=True):
                 found.append(decode(row[:frames], beam_size=beam_size))
-    return found
+    return [ids.clone() for ids in found]  # outside inference mode, so that a training may use them
 
 
 def decode(log_probs: Tensor, *, beam_size: int = 1) -> Tensor:
@@ -116,7 +116,7 @@ def prefix_search(log_probs: Tensor, beam_size: int) -> list[tuple[Tensor, float
                 longer[1] = _add(longer[1], before + frame[symbol])
         kept = sorted(ends.items(), key=lambda item: _add(*item[1]), reverse=True)[:beam_size]
         beam = {prefix: (b, n) for prefix, (b, n) in kept}
-    return [(torch.tensor(y, dtype=torch.long), _add(*ends)) for y, ends in beam.items()]
+    return [(torch.tensor(y, dtype=torch.long, device="cpu"), _add(*ends)) for y, ends in beam.items()]
 
 
 def _add(a: float, b: float) -> float:

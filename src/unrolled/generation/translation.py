@@ -45,7 +45,7 @@ def translate(
         ValueError: as `n_best`.
     """
     found = n_best(model, sources, **options)
-    return [best[0].tokens if best else torch.empty(0, dtype=torch.long) for best in found]
+    return [best[0].tokens if best else torch.empty(0, dtype=torch.long, device="cpu") for best in found]
 
 
 def n_best(

@@ -2,23 +2,36 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+_lock = Lock()
+_inside: WeakKeyDictionary[nn.Module, tuple[int, bool]] = WeakKeyDictionary()
+"""For each module in evaluation mode: the number of blocks that run, in any thread, and its mode before."""
+
 
 @contextmanager
 def evaluation_mode(model: object) -> Iterator[None]:
-    """Run the block in evaluation mode; restore the mode of every submodule afterwards."""
+    """Run the block in evaluation mode; the last of such blocks restores the mode of every submodule."""
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    modes = [module.training for module in modules]
-    try:
+    with _lock:
         for module in modules:
+            blocks, mode = _inside.get(module, (0, module.training))
+            _inside[module] = blocks + 1, mode
             module.training = False
+    try:
         yield
     finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode
+        with _lock:
+            for module in modules:
+                blocks, mode = _inside.pop(module)
+                if blocks > 1:
+                    _inside[module] = blocks - 1, mode
+                else:
+                    module.training = mode
 
 
 @contextmanager
