@@ -1,13 +1,16 @@
 """What `last.safetensors` refuses, each in one sentence and with nothing changed."""
 
+import json
+import os
 import re
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from unrolled import data, models
 from unrolled.folders import STAGING, replacing_files
-from unrolled.training import _steps, read_metadata
+from unrolled.training import TrainConfig, _sharded, _steps, read_metadata, train
 
 from .standin import Cycles, StandIn, run, weights
 
@@ -100,6 +103,39 @@ def test_refuses_other_data(stopped):
     refused(stopped, "cannot be resumed: data.first_eval_batch was", data=Cycles(val_sizes=(4, 5)))
 
 
+def test_refuses_other_options_of_data_whose_first_batches_are_equal(tmp_path):
+    def trained(steps, **options):
+        dataset = data.load("copy_bits", **{"max_length": 3, "val_size": 8} | options)
+        model = models.KINDS["ntm"]
+        sizes = {"input_size": dataset.input_size, "output_size": dataset.output_size, "hidden_size": 4}
+        memory = {"memory_size": 3, "memory_width": 2}
+        torch.manual_seed(0)
+        made = model(model.config_type(**sizes, cell_options=memory))
+        config = TrainConfig(steps=steps, batch_size=4, schedule="constant", warmup_steps=0)
+        return train(made, dataset, config, tmp_path, progress=False)
+
+    trained(2)
+    with pytest.raises(ValueError, match=r"data\.options\.val_size was 8 and is now 12"):
+        trained(4, val_size=12)
+    assert trained(4).steps == 4
+
+
+def test_the_files_of_the_data_may_move(tmp_path):
+    def trained(steps, text):
+        folder = tmp_path / text
+        folder.mkdir()
+        (folder / "book.txt").write_text("to be or not to be " * 100)
+        dataset = data.load("text", path=str(folder / "book.txt"), length=8)
+        torch.manual_seed(0)
+        made = models.KINDS["recurrent_lm"]
+        model = made(made.config_type(vocab_size=dataset.vocab_size, d_model=8, n_layers=1))
+        config = TrainConfig(steps=steps, batch_size=4, schedule="constant", warmup_steps=0)
+        return train(model, dataset, config, tmp_path / "run", progress=False)
+
+    trained(2, "here")
+    assert trained(4, "there").steps == 4
+
+
 def test_refuses_fewer_steps_than_it_has(stopped):
     with pytest.raises(ValueError, match=r"steps is 3, but .* is already at step 4"):
         run(stopped, steps=3, schedule="constant")
@@ -136,6 +172,24 @@ def test_leftovers_of_a_killed_process_are_removed(stopped):
     (stopped / STAGING / "last.safetensors").write_text("half")
     run(stopped, steps=4, schedule="constant")
     assert not (stopped / STAGING).exists()
+
+
+def test_leftovers_of_a_killed_process_of_the_same_number_are_replaced(tmp_path):
+    leftover = tmp_path / f".out.{os.getpid()}{STAGING}"
+    leftover.mkdir()
+    (leftover / "half").touch()
+    with replacing_files(tmp_path / "out") as staging:
+        (staging / "a").touch()
+    assert [x.relative_to(tmp_path).as_posix() for x in tmp_path.rglob("*")] == ["out", "out/a"]
+
+
+def test_a_damaged_sharded_checkpoint_can_be_replaced(tmp_path):
+    assert _sharded.next_folder(tmp_path) == "last/a"
+    document = {"folder": "last/a", "sha256": "", "progress": {}}
+    (tmp_path / _sharded.DOCUMENT).write_text(json.dumps(document))
+    assert _sharded.next_folder(tmp_path) == "last/b"
+    (tmp_path / _sharded.DOCUMENT).write_text("{")
+    assert _sharded.next_folder(tmp_path) == "last/a"
 
 
 def test_shared_tensors_are_stored_once_and_step_counters_kept(stopped):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from unrolled.training import memory
 
@@ -59,3 +60,12 @@ def test_the_memory_is_that_of_the_container_if_it_is_less(monkeypatch, tmp_path
     assert memory.machine_bytes() == whole
     limit.write_text("1000000\n")
     assert memory.machine_bytes() == 1_000_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no /proc")
+def test_a_peak_that_the_system_does_not_report_is_none(monkeypatch, tmp_path):
+    assert memory.peak_bytes(torch.device("cpu")) > 2**20
+    monkeypatch.setattr(memory, "STATUS", tmp_path / "status")
+    assert memory.peak_bytes(torch.device("cpu")) is None
+    (tmp_path / "status").write_text("Name:\tpython\nVmRSS:\t5 kB\n")
+    assert memory.peak_bytes(torch.device("cpu")) is None

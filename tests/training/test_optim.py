@@ -38,6 +38,15 @@ def test_gains_and_offsets_with_two_axes_do_not_decay(kind):
             assert name.rpartition(".")[2] not in others
 
 
+@pytest.mark.parametrize("feature_map", ["hedgehog", "t2r"])
+def test_biases_of_learned_feature_maps_do_not_decay(feature_map):
+    options = {"attention_options": {"linear": {"feature_map": feature_map}}}
+    model = made("decoder", {"attention": "linear", **options})
+    decayed = build_optimizers(model, config(weight_decay=0.5))[0].param_groups[0]["param_names"]
+    assert any("feature_map" in name for name in decayed)
+    assert not any(name.endswith("bias") for name in decayed)
+
+
 def test_a_frozen_parameter_is_not_the_optimisers():
     model = nn.Linear(3, 3)
     model.weight.requires_grad_(False)

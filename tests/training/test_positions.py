@@ -1,6 +1,7 @@
 """Loss and accuracy by position: against a loop over single windows and targets, in fp64."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,3 +111,13 @@ def test_a_split_without_targets_is_refused():
         evaluate_positions(small(dataset, **ATTENTION), Nothing(), CONFIG, [(0, 5)])
     with pytest.raises(ValueError, match="no target"):
         evaluate_positions(small(dataset, **ATTENTION), dataset, CONFIG, [(0, 2)])
+
+
+def test_without_ranges_or_validation_data_it_says_so():
+    dataset = data.load("copy", length=12, n_symbols=3, val_size=10)
+    model = small(dataset, **ATTENTION)
+    with pytest.raises(ValueError, match="ranges is empty, but must have at least one range"):
+        evaluate_positions(model, dataset, CONFIG, [])
+    empty = SimpleNamespace(eval_batches=lambda batch_size: iter(()))
+    with pytest.raises(ValueError, match="the validation split is empty"):
+        evaluate_positions(model, empty, CONFIG, [(0, 4)])

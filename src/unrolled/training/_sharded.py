@@ -41,7 +41,7 @@ def save(
         place = ""
         with processes.agreed():
             if processes.first:
-                place = _other(run_dir)
+                place = next_folder(run_dir)
                 (stack.enter_context(replacing_files(run_dir)) / place).mkdir(parents=True)
         place = processes.from_first(place)
         staged = run_dir / STAGING / place
@@ -118,9 +118,12 @@ def load(
     return tensors
 
 
-def _other(run_dir: Path) -> str:
+def next_folder(run_dir: Path) -> str:
     """Return the name of the folder for the next checkpoint: the one of the two that is not in use."""
-    used = read_document(run_dir)["folder"] if (run_dir / DOCUMENT).exists() else None
+    try:
+        used = read_document(run_dir)["folder"]
+    except ValueError:  # there is none, or a damaged one, which is replaced
+        used = None
     return f"{FOLDER}/b" if used == f"{FOLDER}/a" else f"{FOLDER}/a"
 
 

@@ -259,12 +259,26 @@ def _projections(model: Trainable) -> list[Projection]:
 
 
 def identity_of(model: Trainable, dataset: Dataset, config: TrainConfig) -> dict[str, object]:
-    """Describe what must be the same for a checkpoint to be resumed; first batches stand for the data."""
+    """Describe what must be the same for a checkpoint to be resumed; first batches stand for the files."""
     first = dataset.batch("train", step=0, batch_size=config.batch_size, seed=config.seed)
-    data = {"first_batch": checkpoint.fingerprint(first.inputs, first.targets)}
+    data = {"options": _options(dataset), "first_batch": _checksum(first)}
     for batch in islice(dataset.eval_batches(config.batch_size), 1):
-        data["first_eval_batch"] = checkpoint.fingerprint(batch.inputs, batch.targets)
+        data["first_eval_batch"] = _checksum(batch)
     return {"train": asdict(config), "model": asdict(model.config), "data": data}
+
+
+def _options(dataset: Dataset) -> dict[str, object]:
+    """Return the options of a data set, without the places of its files, which may move."""
+    options: dict[str, object] = dict(getattr(dataset, "options", {}))
+    for name in ("path", "val_path", "data_dir"):
+        place = options.pop(name, None)
+        if isinstance(place, dict):  # several corpora with their weights
+            options["weights"] = list(place.values())
+    return options
+
+
+def _checksum(batch: Batch) -> str:
+    return checkpoint.fingerprint(*(x for x in batch if x is not None))
 
 
 def check_same(model: Trainable, identity: Mapping[str, object], processes: Processes) -> None:

@@ -8,7 +8,6 @@ from itertools import islice
 from pathlib import Path
 from statistics import mean, median
 
-import torch
 from torch import Tensor
 
 from unrolled.contract import Dataset
@@ -18,7 +17,7 @@ from unrolled.training.checkpoint import TrainState
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import evaluate
 from unrolled.training.interfaces import Trainable
-from unrolled.training.memory import peak_bytes
+from unrolled.training.memory import begin_peak, peak_bytes
 from unrolled.training.spread import local
 from unrolled.training.utilisation import flops_per_token, speed_of_products
 from unrolled.training.watch import Taken, watched
@@ -106,8 +105,6 @@ def dry_run(
         ElsewhereError: another process of the run failed.
     """
     device = _steps.device_of(model)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     with _steps.together(model, dataset, config) as (processes, identity):
         with processes.agreed():
             state = _steps.begin(model, config, processes)
@@ -121,6 +118,7 @@ def dry_run(
         targets: list[int] = []
         flops = 0
         processors = processes.sum([speed_of_products(device, bf16=config.bf16)])[0]
+        begin_peak(device)  # without the matrices of this measurement, or an earlier run
         model.train()
         while len(seconds) < STEPS and not config.is_over(progress.step, progress.seconds + sum(seconds)):
             began = config.now()

@@ -16,7 +16,7 @@ from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import EvaluationStoppedError, evaluate
 from unrolled.training.interfaces import Trainable
 from unrolled.training.log import OnLine, RunLog, SilentLog, open_log, progress_bar, summary_writer
-from unrolled.training.memory import peak_bytes
+from unrolled.training.memory import begin_peak, peak_bytes
 from unrolled.training.utilisation import flops_per_token, speed_of_products
 
 
@@ -151,6 +151,7 @@ class _Run:
         self.flops_per_token = flops_per_token(self.state.model)
         products = speed_of_products(self.state.device, bf16=config.bf16)
         self.processors = self.state.processes.sum([products])[0]
+        begin_peak(self.state.device)  # without the matrices of this measurement, or an earlier run
         self.started = config.now() - p.seconds
         if not resumed:
             self._save_checkpoint()  # so that a run killed early restarts from the same weights

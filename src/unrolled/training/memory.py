@@ -55,6 +55,12 @@ def process_bytes(field: str) -> int:
     return 1024 * int(status.partition(f"{field}:")[2].split()[0])
 
 
+def begin_peak(device: torch.device) -> None:
+    """Let `peak_bytes` count from here on, where it counts torch's tensors."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def peak_bytes(device: torch.device) -> int | None:
     """Return the peak memory of a run so far: of torch's tensors on CUDA, else of the whole process.
 
@@ -65,7 +71,10 @@ def peak_bytes(device: torch.device) -> int | None:
     if device.type != "cpu" or sys.platform == "win32":
         return None
     if sys.platform == "linux":  # where `ru_maxrss` includes the peak of the parent process
-        return process_bytes("VmHWM")
+        try:
+            return process_bytes("VmHWM")
+        except (OSError, IndexError):  # in some sandboxes, there is no such file, or it lacks this line
+            return None
     import resource  # not available on Windows
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS

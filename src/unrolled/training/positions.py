@@ -64,8 +64,10 @@ def evaluate_positions(
         The score of each range, without those that have no target.
 
     Raises:
-        ValueError: there is no range, or no range has a target.
+        ValueError: there is no range, the validation split is empty, or no range has a target.
     """
+    if not ranges:
+        raise ValueError("ranges is empty, but must have at least one range")
     parts: list[Tensor] = []
     forward = cast(Callable[..., Tensor], model)
     with evaluating(model) as device:
@@ -73,8 +75,10 @@ def evaluate_positions(
             with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
                 logits = _logits(forward, batch, device)
             parts.append(_sums(logits, batch.targets.to(device), ranges).cpu())
+    if not parts:
+        raise ValueError("the validation split is empty")
     scores = []
-    for (start, stop), sums in zip(ranges, torch.cat(parts, dim=1) if parts else (), strict=True):
+    for (start, stop), sums in zip(ranges, torch.cat(parts, dim=1), strict=True):
         sums = sums[sums[:, 0] > 0]
         if len(sums):
             scores.append(_score(start, stop, *sums.T))

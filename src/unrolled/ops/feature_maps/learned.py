@@ -20,6 +20,8 @@ class PerHeadMap(FeatureMap):
         ValueError: a size below 1.
     """
 
+    not_decayed = ("bias",)
+
     def __init__(self, head_dim: int, n_heads: int, layer_dim: int, feature_dim: int):
         super().__init__(head_dim, feature_dim)
         if n_heads < 1 or layer_dim < 1:
