@@ -1,5 +1,7 @@
 """`read` and `recall` beside what the contract checks: the size of the state, and refusals."""
 
+import copy
+
 import pytest
 import torch
 from agreement import normal
@@ -46,3 +48,29 @@ def test_what_cannot_be_read_so_is_refused():
             module.read(memory, key_padding_mask=torch.zeros(1, 3, dtype=torch.bool))
         with pytest.raises(ValueError, match=r"memory has shape \[1, 4, 3\], but must be \[B, T, 8\]"):
             module.read(memory[..., :3])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_autocast_may_come_and_go(first):
+    module, query, memory = make("softmax").float(), normal(2, 3, 8).float(), normal(2, 6, 8, seed=2).float()
+    for enabled in (first, not first, first):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found = module.recall(query, module.read(memory))
+        torch.testing.assert_close(found.float(), module(query, memory), atol=0.1, rtol=0)
+
+
+CROSS = [name for name in attention.names() if attention.load(name).supports.cross]
+
+
+@pytest.mark.parametrize("name", CROSS)
+def test_a_hook_on_the_projection_counts_in_cross_attention(name):
+    options = {"max_length": 6} if name == "linformer" else {}
+    torch.manual_seed(0)
+    module = attention.load(name)(8, 4, **options).double().eval()
+    doubled, query, memory = copy.deepcopy(module), normal(2, 3, 8), normal(2, 6, 8, seed=2)
+    for parameter in doubled.qkv_proj.parameters():
+        parameter.data *= 2
+    before = module(query, memory)
+    module.qkv_proj.register_forward_hook(lambda layer, inputs, y: 2 * y)
+    assert not torch.equal(module(query, memory), before)
+    torch.testing.assert_close(module(query, memory), doubled(query, memory))

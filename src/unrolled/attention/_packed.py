@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from unrolled.attention.base import Heads, Inputs, Masks
-from unrolled.ops.packing import length_buckets
+from unrolled.ops.packing import length_buckets, put_tokens
 
 
 def attend_packed(
@@ -29,8 +29,7 @@ def attend_packed(
     o = heads.v.new_zeros(1, T, H, M)
     for _, tokens, padding in length_buckets(cu_seqlens, T):
         part = Heads(*(_rows(x, tokens) for x in heads[:5]))
-        valid = ~padding
-        o[0, tokens[valid]] = attend(part, Masks(key_padding_mask=padding))[valid].to(o.dtype)
+        o = put_tokens(o, tokens, padding, attend(part, Masks(key_padding_mask=padding)).to(o.dtype))
     return o
 
 

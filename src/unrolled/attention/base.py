@@ -20,7 +20,7 @@ from unrolled.attention._slices import attend_over, check_slice
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops import sequence
 from unrolled.ops.checks import check_attn_mask, check_cu_seqlens, check_key_padding_mask, shape
-from unrolled.ops.dense import Linear, linear
+from unrolled.ops.dense import Linear, linear_part
 from unrolled.ops.inputs import check_input
 from unrolled.ops.masks import without_padding
 from unrolled.ops.options import ChecksOptions
@@ -209,7 +209,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     ) -> Tensor:
         """Implement `forward`; a mechanism's own `forward` passes `further` on to its `read_input`."""
         query, key, value = self._checked(query, key, value, masks)
-        x, cross = (query, False) if key is None else (key, True)
+        x, cross = (query, False) if key is None else (key, key is not query)
         heads = self.heads_of(self.project(query, key, value), x, masks, cross=cross, **further)
         return self.merge_heads(self.attend_to_all(heads, masks), query)
 
@@ -334,11 +334,8 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
                 return q, k, v
             q, k, v = qkv.split_with_sizes(self.widths, -1)
         else:
-            bias = self.qkv_proj.bias
-            matrices = torch.split(self.qkv_proj.weight, self.widths)
-            biases = [None] * 3 if bias is None else torch.split(bias, self.widths)
             xs = (query, key, key if value is None else value)
-            q, k, v = (linear(x, w, b) for x, w, b in zip(xs, matrices, biases, strict=True))
+            q, k, v = (linear_part(self.qkv_proj, self.widths, i, x) for i, x in enumerate(xs))
         q, k, v = (torch.unflatten(x, -1, sizes) for x, *sizes in zip((q, k, v), counts, widths, strict=True))
         return q, k, v
 

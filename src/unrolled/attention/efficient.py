@@ -38,7 +38,7 @@ from unrolled.ops.gla import diagonal_linear_attention, diagonal_linear_attentio
 from unrolled.ops.linear import check_state, linear_attention
 from unrolled.ops.linear.chunked import safe_divide
 from unrolled.ops.masks import without_padding
-from unrolled.ops.packing import length_buckets, segment_ids
+from unrolled.ops.packing import length_buckets, put_tokens, segment_ids
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.scan import linear_scan
 from unrolled.ops.sequence import Shifted
@@ -137,7 +137,7 @@ def packed_causal_efficient_attention(
     for _, tokens, padding in length_buckets(cu_seqlens, q.shape[1]):
         q_part, k_part, v_part, masked = (x[0, tokens] for x in (q, k, v, mask))
         part, _ = causal_efficient_attention(q_part, k_part, v_part, key_padding_mask=masked | padding)
-        o = o.index_put((torch.zeros_like(tokens[~padding]), tokens[~padding]), part[~padding])
+        o = put_tokens(o, tokens, padding, part)
     return o
 
 

@@ -37,7 +37,7 @@ from unrolled.attention._window import SlidingWindow
 from unrolled.attention.base import CommonOptions, Heads, Masks, Projected
 from unrolled.contract import UnsupportedError
 from unrolled.ops.checks import shape
-from unrolled.ops.dense import Linear, linear
+from unrolled.ops.dense import Linear, linear_part
 from unrolled.ops.merge import merge_softmax
 from unrolled.ops.packing import reorder, valid_first, valid_tokens_first
 from unrolled.ops.window import window_attention
@@ -261,13 +261,10 @@ class LongformerAttention(SlidingWindow[Globals]):
     def _global_heads(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project the global tokens to queries `[B,g,H,D]`, and all tokens to keys and values."""
         assert self.global_proj is not None  # or there are no global tokens
-        of_q, of_kv = self.widths[0], sum(self.widths[1:])
-        w_q, w_kv = torch.split(self.global_proj.weight, [of_q, of_kv])
-        bias = self.global_proj.bias
-        b_q, b_kv = (None, None) if bias is None else torch.split(bias, [of_q, of_kv])
         (B, T, _), g = x.shape, places.shape[1]
-        q = linear(_tokens_at(places, x), w_q, b_q)
-        k, v = torch.split(linear(x, w_kv, b_kv), self.widths[1:], -1)
+        widths = [self.widths[0], sum(self.widths[1:])]
+        q = linear_part(self.global_proj, widths, 0, _tokens_at(places, x))
+        k, v = torch.split(linear_part(self.global_proj, widths, 1, x), self.widths[1:], -1)
         q = q.reshape(B, g, self.n_heads, self.head_dim)
         k = k.reshape(B, T, self.n_kv_heads, self.head_dim)
         v = v.reshape(B, T, self.n_kv_heads, self.value_dim)

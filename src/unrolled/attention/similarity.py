@@ -37,7 +37,7 @@ from unrolled.attention._options import GENERAL
 from unrolled.attention._padding import zero_padding
 from unrolled.attention.base import CommonOptions, Heads, Masks, Projected
 from unrolled.ops.checks import check_attn_mask, check_qkv
-from unrolled.ops.dense import Linear, linear
+from unrolled.ops.dense import Linear, linear_part
 from unrolled.ops.linear.chunked import safe_divide
 from unrolled.ops.masks import causal_mask, packed_mask
 from unrolled.ops.packing import segment_ids
@@ -248,13 +248,11 @@ class SimilarityAttention(CachedAttention):
         """Project to queries, keys and values; if symmetric, queries by the projection of the keys."""
         if not self.symmetric:
             return super().project(query, key, value)
-        bias, widths = self.qkv_proj.bias, self.widths[1:]
-        w_k, w_v = torch.split(self.qkv_proj.weight, widths)
-        b_k, b_v = (None, None) if bias is None else torch.split(bias, widths)
         key = query if key is None else key
-        q = linear(query, w_k, b_k)
-        k = q if key is query else linear(key, w_k, b_k)
-        v = linear(key if value is None else value, w_v, b_v)
+        of_keys, of_values = (partial(linear_part, self.qkv_proj, self.widths[1:], i) for i in (0, 1))
+        q = of_keys(query)
+        k = q if key is query else of_keys(key)
+        v = of_values(key if value is None else value)
         q, k = (torch.unflatten(x, -1, (self.n_heads, self.head_dim)) for x in (q, k))
         return q, k, torch.unflatten(v, -1, (self.n_heads, self.value_dim))
 

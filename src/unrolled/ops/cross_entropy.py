@@ -21,7 +21,7 @@ from unrolled.contract import IGNORED
 from unrolled.ops.checks import transforming
 from unrolled.ops.dense import linear
 from unrolled.ops.operators import register
-from unrolled.ops.precision import accumulation_dtype, without_autocast
+from unrolled.ops.precision import accumulation_dtype, autocast_dtype, without_autocast
 
 ROWS = 512  # rows whose logits are in memory; with fewer rows, adding to the gradient of W takes longer
 LOGITS_IN_CACHE = 2**20
@@ -42,9 +42,8 @@ def linear_cross_entropy(
     Returns:
         a scalar in at least fp32; 0 if every target is ignored. Under autocast, products run in its dtype.
     """
-    kind, dtype = x.device.type, x.dtype
-    if kind != "meta" and torch.is_autocast_enabled(kind) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
+    cast = autocast_dtype(x.device)
+    dtype = x.dtype if cast is None or x.dtype == torch.float64 else cast
     x, target = x.flatten(0, -2), target.flatten()
     if transforming():
         return _plain(x, weight, bias, target, dtype, smoothing)[0]

@@ -23,6 +23,12 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast computes products in, or None without autocast."""
+    enabled = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if enabled else None
+
+
 def exact_dtype(device: torch.device) -> torch.dtype:
     """Dtype of summed gates and angles, which need precision: fp64 where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64

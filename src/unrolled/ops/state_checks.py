@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from unrolled.ops.checks import shape
+from unrolled.ops.precision import autocast_dtype
 
 Growing = Mapping[str, "tuple[int, str] | Growing"]
 """Maps each field that grows with the number of tokens to its axis and a letter.
@@ -78,10 +79,10 @@ def check_state(
     Raises:
         ValueError: a state of another type, or tensors of another number, dtype, shape or device.
     """
-    known: dict[tuple[str, torch.dtype], Structure] = {}
+    known: dict[tuple[str, torch.dtype, torch.dtype | None], Structure] = {}
     if not torch.compiler.is_compiling():  # while compiling, making the empty state costs nothing
         known = module.__dict__.setdefault("_state_structures", known)
-    if (key := (name, like.dtype)) not in known:
+    if (key := (name, like.dtype, autocast_dtype(like.device))) not in known:
         made = module.init_state(0) if empty is None else empty()
         known[key] = _structure(name, made, module.growing if growing is None else growing, True)
     _check(state, known[key], rows, like.device, name, {})

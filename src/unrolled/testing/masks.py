@@ -46,6 +46,9 @@ def check_cross_attention(make: Maker, supports: Supports) -> None:
             found, expected = module(query, memory, key_padding_mask=mask), module(query, memory[:, ~mask[0]])
             padded = f"{what}: padded memory against memory without its padding"
             assert_same(module, found, expected, padded, memory=memory)
+            found, expected = (module(*xs, key_padding_mask=mask) for xs in ([memory] * 3, [memory]))
+            found, expected = found[:, ~mask[0]], expected[:, ~mask[0]]
+            assert_same(module, found, expected, f"{equal}, padded", memory=memory)
 
 
 def check_attn_mask(make: Maker, supports: Supports) -> None:

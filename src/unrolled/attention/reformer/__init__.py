@@ -52,10 +52,10 @@ from unrolled.attention.reformer.hashing import (
     lsh_attention,
     unit_keys,
 )
-from unrolled.ops.dense import Linear, linear
+from unrolled.ops.dense import Linear, is_plain, linear
 from unrolled.ops.merge import average_and_lse
 from unrolled.ops.options import check_finite, check_integers
-from unrolled.ops.packing import length_buckets
+from unrolled.ops.packing import length_buckets, put_tokens
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.random_features import Projection
 from unrolled.ops.replay import chosen
@@ -155,11 +155,12 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
     def read_input(self, x: Tensor) -> HashQueries | None:
         """Project half-precision queries in fp32 again, so that rounding does not change buckets.
 
-        With `conv`, buckets are those of the rounded queries, which the convolution has filtered.
+        With `conv`, buckets are those of the rounded queries, which the convolution has filtered. So they are
+        with a hook or an adapter on `qkv_proj`.
         """
         dtype = accumulation_dtype(x.dtype)
         exact = x.dtype == dtype and not torch.is_autocast_enabled(x.device.type)
-        if exact or self.short_conv is not None:
+        if exact or self.short_conv is not None or not is_plain(self.qkv_proj):
             return None
         width, bias = self.widths[0], self.qkv_proj.bias
         with torch.no_grad(), without_autocast(x.device):
@@ -175,7 +176,7 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
         o = v.new_zeros(v.shape)
         for _, places, padding in length_buckets(masks.cu_seqlens, v.shape[1]):
             q_n, k_n, v_n, buckets_n = (x[0, places] for x in (q, k, v, buckets))
-            o[0, places[~padding]] = self._attend(q_n, k_n, v_n, buckets_n, padding)[~padding]
+            o = put_tokens(o, places, padding, self._attend(q_n, k_n, v_n, buckets_n, padding))
         return o
 
     def init_heads(self, batch_size: int) -> ReformerState:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled.ops.checks import inferring
+from unrolled.ops.checks import changed, inferring
 from unrolled.ops.dense import native, onednn
 
 
@@ -37,3 +37,20 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
         return linear(x, self.weight, self.bias)
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a layer is just its weight and bias, without a hook, and not replaced, as by an adapter."""
+    return type(layer) is Linear and not changed([layer])
+
+
+def linear_part(layer: Linear, widths: list[int], part: int, x: Tensor) -> Tensor:
+    """Apply a layer whose outputs have parts of `widths`; return one part: `[..., in]` -> `[..., width]`.
+
+    Only this part is computed, unless the layer has a hook or was replaced.
+    """
+    if not is_plain(layer):
+        y: Tensor = layer(x)
+        return y.split_with_sizes(widths, -1)[part]
+    bias = None if layer.bias is None else torch.split(layer.bias, widths)[part]
+    return linear(x, torch.split(layer.weight, widths)[part], bias)
