@@ -76,6 +76,16 @@ def test_packed_sequences_do_not_mix(lengths, W):
             torch.testing.assert_close(ours, theirs.to(dtype), rtol=1e-5, atol=1e-5)
 
 
+def test_one_long_sequence_among_many_short_ones(instruction_set):
+    lengths = [1, 2] * 40 + [1_200] + [0, 1] * 40
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    given = inputs(1, sum(lengths), 3, 4, rows=len(lengths))
+    expected = results(plain, given, cu_seqlens=cu_seqlens)
+    found = results(causal_conv, [x.float() for x in given], cu_seqlens=cu_seqlens)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_kernel_is_as_exact_as_the_plain_form(dtype, instruction_set):
     total = {form: torch.zeros(5, dtype=torch.double) for form in (causal_conv, plain)}

@@ -1,14 +1,19 @@
 """Packed sequences, positions and masks."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unrolled.ops.delta import delta_rule
+from unrolled.ops.dplr import dplr
+from unrolled.ops.gla import diagonal_linear_attention
+from unrolled.ops.linear import linear_attention
 from unrolled.ops.masks import causal_mask, packed_mask, padding_mask
-from unrolled.ops.packing import length_buckets, pack, pack_padded, pad_packed, unpack
+from unrolled.ops.packing import length_buckets, pack, pack_padded, pad_packed, put_tokens, unpack
 from unrolled.ops.positions import positions_from_cu_seqlens, positions_from_padding, rotary, sinusoidal
 
 lengths_lists = st.lists(st.integers(0, 20), min_size=1, max_size=8)
@@ -39,6 +44,45 @@ def test_buckets_hold_each_token_once_and_waste_less_than_half(lengths):
     assert sorted(rows) == list(range(len(lengths)))
     assert sorted(tokens) == list(range(sum(lengths)))
     assert slots <= 2 * sum(lengths)
+
+
+@given(lengths_lists)
+def test_buckets_are_put_back(lengths):
+    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    x = torch.arange(2.0 * sum(lengths)).reshape(1, -1, 2)
+    found = torch.zeros_like(x)
+    for _, tokens, padding in length_buckets(cu_seqlens, sum(lengths)):
+        before = found.clone()
+        after = put_tokens(found, tokens, padding, x[0, tokens])
+        assert torch.equal(found, before)
+        found = after
+    assert torch.equal(found, x)
+
+
+RULES = {
+    "linear": lambda q, k, v, gate, **options: linear_attention(
+        q, k, v, log_decay=-gate[..., 0], causal=True, **options
+    ),
+    "gla": lambda q, k, v, gate, **options: diagonal_linear_attention(q, k, v, -gate, **options),
+    "delta": lambda q, k, v, gate, beta, **options: delta_rule(
+        q, k, v, beta[..., 0], log_decay=-gate, **options
+    )[0],
+    "dplr": lambda q, k, v, gate, a, b, **options: dplr(q, k, v, a, b, -gate, **options)[0],
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_vmap_over_any_argument_of_packed_sequences(name):
+    rule, cu_seqlens = RULES[name], torch.tensor([0, 3, 3, 7], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    n = rule.__code__.co_argcount
+    given = [0.25 * torch.rand(1, 7, 2, 3, generator=generator, dtype=torch.double) for _ in range(n)]
+    for i, x in enumerate(given):
+        both, axes = torch.stack([x, 2 * x]), tuple(0 if j == i else None for j in range(n))
+        run = partial(rule, cu_seqlens=cu_seqlens)
+        found = torch.func.vmap(run, axes)(*given[:i], both, *given[i + 1 :])
+        expected = torch.stack([run(*given[:i], each, *given[i + 1 :]) for each in both])
+        torch.testing.assert_close(found, expected)
 
 
 @given(lengths_lists)

@@ -86,3 +86,9 @@ def test_the_bytes_of_a_tensor_do_not_depend_on_its_strides():
     for view in (x.T, x[:1, 1], x[0, 0].expand(1).clone(), x[:, :0], x[0, 0]):
         again = torch.tensor(view.flatten().tolist(), dtype=x.dtype)
         assert torch.equal(states.raw_bytes(view), again.view(torch.uint8))
+
+
+@pytest.mark.parametrize("mask", [[True, False, True], torch.tensor([True, False, True])])
+def test_a_mask_of_rows_is_refused(state, mask):
+    with pytest.raises(ValueError, match="rows is a mask, but must be indices"):
+        states.select(state, mask)

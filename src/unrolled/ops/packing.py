@@ -106,3 +106,12 @@ def length_buckets(cu_seqlens: Tensor, total: int) -> Iterator[tuple[Tensor, Ten
         place = torch.arange(int(lengths[rows].max()), device=cu_seqlens.device)
         padding = place >= lengths[rows].unsqueeze(1)
         yield rows, (starts[rows].unsqueeze(1) + place).masked_fill(padding, 0), padding
+
+
+def put_tokens(whole: Tensor, tokens: Tensor, padding: Tensor, part: Tensor) -> Tensor:
+    """Replace the tokens of one group of `length_buckets` in `whole [1,T,...]` by those of `part [n,L,...]`.
+
+    `whole` is not modified, since `torch.func.vmap` may map over `part` alone.
+    """
+    places = tokens[~padding]
+    return whole.index_put((torch.zeros_like(places), places), part[~padding])

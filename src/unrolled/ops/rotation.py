@@ -13,6 +13,7 @@ from unrolled.ops import native
 from unrolled.ops.checks import observed
 from unrolled.ops.dispatch import prefers
 from unrolled.ops.native import TYPES, address, readable, struct, view
+from unrolled.ops.precision import accumulation_dtype
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -30,7 +31,7 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         sin: sines of the angles, of the same shape.
 
     Returns:
-        A tensor like `x`. On a CPU, 16-bit inputs are rotated in fp32 and rounded once.
+        A tensor like `x`. 16-bit inputs are rotated in fp32 and rounded once.
     """
     if _supports(x, cos):
         y: Tensor = _Rotated.apply(x, cos.float(), sin.float())  # type: ignore[no-untyped-call]
@@ -55,9 +56,10 @@ def _plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turned = 2 * cos.shape[-1]
     if turned < x.shape[-1]:
         return torch.cat([_plain(x[..., :turned], cos, sin), x[..., turned:]], dim=-1)
-    cos, sin = cos.to(x.dtype).unsqueeze(-2), sin.to(x.dtype).unsqueeze(-2)
+    exact = accumulation_dtype(x.dtype)
+    cos, sin = cos.to(exact).unsqueeze(-2), sin.to(exact).unsqueeze(-2)
     even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
 
 
 class _Rotated(torch.autograd.Function):

@@ -44,8 +44,15 @@ def raw_bytes(x: Tensor) -> Tensor:
 
 
 def select(state: State, rows: Tensor | Sequence[int]) -> State:
-    """Select batch rows by index: to fork a prompt, reorder beams or drop rows."""
-    index = rows.long() if isinstance(rows, Tensor) else torch.tensor(rows, dtype=torch.long, device="cpu")
+    """Select batch rows by index: to fork a prompt, reorder beams or drop rows.
+
+    Raises:
+        ValueError: `rows` is a mask.
+    """
+    index = rows if isinstance(rows, Tensor) else torch.tensor(rows, device="cpu")
+    if index.dtype == torch.bool:
+        raise ValueError("rows is a mask, but must be indices, as from mask.nonzero().flatten()")
+    index = index.long()
     return map_tensors(lambda x: x.index_select(0, index.to(x.device)), state)
 
 

@@ -10,7 +10,7 @@ from unrolled.ops.dplr import chunked
 from unrolled.ops.dplr.chunked import Inputs
 from unrolled.ops.masks import without_padding
 from unrolled.ops.operators import gradients
-from unrolled.ops.packing import length_buckets
+from unrolled.ops.packing import length_buckets, put_tokens
 
 
 def supports(q: Tensor, v: Tensor) -> bool:
@@ -26,8 +26,8 @@ def forward(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     o, after = torch.zeros_like(inputs.v), torch.zeros_like(state)
     for rows, tokens, padding in length_buckets(cu_seqlens, inputs.q.shape[1]):
         part = (without_padding(x[0, tokens], padding) for x in tokenwise)
-        o_part, after[rows] = chunked.forward(Inputs._make((*part, state[rows])))
-        o[0, tokens[~padding]] = o_part[~padding]
+        o_part, state_part = chunked.forward(Inputs._make((*part, state[rows])))
+        o, after = put_tokens(o, tokens, padding, o_part), after.index_copy(0, rows, state_part)
     return o, after
 
 

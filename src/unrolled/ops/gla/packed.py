@@ -5,12 +5,11 @@ Packed sequences of similar lengths run together, padded on the right.
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from unrolled.ops.gla import chunked
 from unrolled.ops.masks import without_padding
-from unrolled.ops.packing import length_buckets
+from unrolled.ops.packing import length_buckets, put_tokens
 
 
 class Inputs(NamedTuple):
@@ -37,8 +36,7 @@ def forward(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     for rows, tokens, padding in length_buckets(cu_seqlens, inputs.q.shape[1]):
         q, k, v, log_decay = (without_padding(x[0, tokens], padding) for x in tokenwise)
         o_part, state_part = chunked.forward(q, k, v, log_decay, state[rows])
-        o = o.index_put((torch.zeros_like(tokens[~padding]), tokens[~padding]), o_part[~padding])
-        after = after.index_copy(0, rows, state_part)
+        o, after = put_tokens(o, tokens, padding, o_part), after.index_copy(0, rows, state_part)
     return o, after
 
 
@@ -48,10 +46,10 @@ def backward(grad_o: Tensor, grad_state: Tensor, inputs: Inputs, cu_seqlens: Ten
         return chunked.backward(grad_o, grad_state, *inputs)
     *tokenwise, state = inputs
     found = [x.new_zeros(x.shape) for x in tokenwise]
-    d_state = grad_state.clone()
+    d_state = grad_state
     for rows, tokens, padding in length_buckets(cu_seqlens, inputs.q.shape[1]):
         grad, q, k, v, log_decay = (without_padding(x[0, tokens], padding) for x in (grad_o, *tokenwise))
-        *parts, d_state[rows] = chunked.backward(grad, grad_state[rows], q, k, v, log_decay, state[rows])
-        for whole, part in zip(found, parts, strict=True):
-            whole[0, tokens[~padding]] = part[~padding]
+        *parts, d_part = chunked.backward(grad, grad_state[rows], q, k, v, log_decay, state[rows])
+        found = [put_tokens(x, tokens, padding, part) for x, part in zip(found, parts, strict=True)]
+        d_state = d_state.index_copy(0, rows, d_part)
     return [*found, d_state]

@@ -5,7 +5,7 @@ from torch import Tensor
 from unrolled.ops.linear import chunked
 from unrolled.ops.linear.chunked import Gradients, Inputs, Options, OutputGradients, Outputs
 from unrolled.ops.masks import without_padding
-from unrolled.ops.packing import length_buckets
+from unrolled.ops.packing import length_buckets, put_tokens
 from unrolled.ops.precision import accumulation_dtype
 
 
@@ -21,11 +21,11 @@ def forward(inputs: Inputs, options: Options) -> Outputs:
         return chunked.forward(inputs, causal, normalize)
     o, kv_end, k_sum_end, den = like_outputs(inputs, options)
     for rows, tokens, padding in length_buckets(cu_seqlens, inputs.q.shape[1]):
-        part = _part(inputs, rows, tokens, padding)
-        o_part, kv_end[rows], k_sum_end[rows], den_part = chunked.forward(part, causal, normalize)
-        o[0, tokens[~padding]] = o_part[~padding]
+        part = chunked.forward(_part(inputs, rows, tokens, padding), causal, normalize)
+        o = put_tokens(o, tokens, padding, part.o)
+        kv_end, k_sum_end = kv_end.index_copy(0, rows, part.kv), k_sum_end.index_copy(0, rows, part.k_sum)
         if normalize:
-            den[0, tokens[~padding]] = den_part[~padding]
+            den = put_tokens(den, tokens, padding, part.den)
     return Outputs(o, kv_end, k_sum_end, den)
 
 
@@ -34,17 +34,18 @@ def backward(grads: OutputGradients, inputs: Inputs, den: Tensor, options: Optio
     cu_seqlens, causal, normalize, _ = options
     if cu_seqlens is None:
         return chunked.backward(grads, inputs, den, causal, normalize)
-    gradients = like_gradients(grads, inputs)
+    *of_tokens, d_kv, d_k_sum = like_gradients(grads, inputs)
     for rows, tokens, padding in length_buckets(cu_seqlens, inputs.q.shape[1]):
         part_grads = OutputGradients(_gather(grads.o, tokens, padding), grads.kv[rows], grads.k_sum[rows])
         part_den = _gather(den, tokens, padding) if normalize else den
         part_inputs = _part(inputs, rows, tokens, padding)
         part = chunked.backward(part_grads, part_inputs, part_den, causal, normalize)
-        for whole, piece in zip(gradients[:4], part[:4], strict=True):
-            if len(piece):
-                whole[0, tokens[~padding]] = piece[~padding]
-        gradients.kv[rows], gradients.k_sum[rows] = part.kv, part.k_sum
-    return gradients
+        of_tokens = [
+            put_tokens(x, tokens, padding, piece) if len(piece) else x  # there is no gradient of absent gates
+            for x, piece in zip(of_tokens, part[:4], strict=True)
+        ]
+        d_kv, d_k_sum = d_kv.index_copy(0, rows, part.kv), d_k_sum.index_copy(0, rows, part.k_sum)
+    return Gradients._make((*of_tokens, d_kv, d_k_sum))
 
 
 def like_outputs(inputs: Inputs, options: Options, features: int | None = None) -> Outputs:
