@@ -16,6 +16,7 @@ namespace {
 
 constexpr Int SEGMENT = 512;  // tokens of a task
 constexpr Int SUMMED = 64;    // tokens that are summed in single precision
+constexpr Int SUMS = 61;      // sums of the weights' gradients; prime, so that empty segments fall into all of them
 
 // The tokens [from, to) of a sequence of `length` that begins at token `first` of the batch's row.
 struct Segment {
@@ -175,15 +176,19 @@ Status EXPORTED(conv_backward)(const Conv* x, const ConvGradients* out) {
     const Segments segments(*x);
     const Int n = x->taps * x->channels;
     Workspace memory;
-    double* parts = (double*)memory.zeros(2 * segments.count() * n);
+    const Int count = segments.count(), sums = min(count, SUMS);
+    double* parts = (double*)memory.zeros(2 * sums * n);
     if (memory.failed()) return OUT_OF_MEMORY;
-    const Status status = parallel_for(segments.count(), segments.threads(), [&](Int i) {
-        return backward(*x, *out, segments.at(i), parts + i * n);
+    const Status status = parallel_for(sums, segments.threads(), [&](Int sum) {
+        Status each = SUCCESS;
+        for (Int i = sum; i < count && each == SUCCESS; i += sums)
+            each = backward(*x, *out, segments.at(i), parts + sum * n);
+        return each;
     });
     if (status != SUCCESS) return status;
     for (Int j = 0; j < n; ++j) {
         double total = 0;
-        for (Int i = 0; i < segments.count(); ++i) total += parts[i * n + j];
+        for (Int i = 0; i < sums; ++i) total += parts[i * n + j];
         out->d_weight[j] = (float)total;
     }
     return SUCCESS;
