@@ -10,7 +10,7 @@ from commands import error, run, works
 from torch import nn
 
 from unrolled import models
-from unrolled.cli import _device
+from unrolled.cli import _device, run_config
 from unrolled.data import Vocabulary
 from unrolled.decode import load, plan
 from unrolled.models import Encoder, EncoderConfig
@@ -90,6 +90,18 @@ def test_data_that_is_gone_costs_the_measurement_only(trained: Path, tmp_path: P
     result = works("quantize", copy)
     assert "the loss was not measured: " in result.stderr
     assert "gone.txt" in result.stderr
+    assert load(tmp_path / "book-int8").weights == "int8"
+
+
+def test_a_missing_library_of_the_data_costs_the_measurement_only(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: object) -> None:
+        raise ImportError("the data set needs scikit-learn")
+
+    copy = Path(shutil.copytree(trained, tmp_path / "book"))
+    monkeypatch.setattr(run_config, "reopen", missing)
+    assert "the loss was not measured: the data set needs scikit-learn" in works("quantize", copy).stderr
     assert load(tmp_path / "book-int8").weights == "int8"
 
 

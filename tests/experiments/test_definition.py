@@ -119,6 +119,11 @@ def test_a_scale_changes_sections_of_a_contender_too():
             "horizontal of tiny.yaml is 'evaluate', but must not be without further evaluations",
         ),
         ({"contenders": {"a": {"d_model": 3}}}, "a in contenders of tiny.yaml sets 'd_model', but must set"),
+        (
+            {"contenders": {"a": {"model": "linear"}}},
+            "model of a in contenders of tiny.yaml is 'linear', but must be a mapping",
+        ),
+        ({"contenders": {"a": {"model": None}}}, "model of a in contenders of tiny.yaml is None"),
         ({"contenders": {"a": 3}}, "a in contenders of tiny.yaml is 3, but must be a mapping of settings"),
         ({"scales": {"full": {"model": {}}}}, "full in scales of tiny.yaml sets 'model', but must set parts"),
         (

@@ -65,6 +65,12 @@ def test_a_transform_of_torch_func_sees_the_steps(cell):
     torch.testing.assert_close(found, torch.stack([by_steps(module, row) for row in x]))
 
 
+@pytest.mark.parametrize("cell", FUSED)
+def test_shapes_are_known_on_the_meta_device(cell):
+    with torch.device("meta"):
+        assert recurrent.load(cell)(3, 4)(torch.empty(2, 5, 3)).shape == (2, 5, 4)
+
+
 @pytest.mark.parametrize("rank", [1, 3, 5])
 def test_low_rank_is_the_projection_of_torch(rank):
     """nn.LSTM(proj_size=r) puts out p = B^T h and reads that back through A."""

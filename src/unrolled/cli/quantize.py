@@ -92,7 +92,7 @@ def _opened(source: Path, data_dir: Path | None) -> "Run | None":
     try:
         run = run_config.reopen(source, run_config.read_saved(source, data_dir))
         next(iter(run.dataset.eval_batches(1)))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         typer.echo(f"the loss was not measured: {error}", err=True)
         return None
     return run

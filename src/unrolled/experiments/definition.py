@@ -244,8 +244,10 @@ def _check_settings(what: str, settings: object, part: str) -> None:
         raise ValueError(f"{what} is {settings!r}, but must be a mapping of settings like model.attention")
     sections = ("data", "model") if part == "evaluate" else ("data", "model", "train")
     whole = {"contenders": sections, "scales": ("seeds", "sweep"), "evaluate": (SPECTRUM,)}[part]
-    for key in map(str, settings):
-        section, _, name = key.partition(".")
+    for key, value in settings.items():
+        section, _, name = str(key).partition(".")
+        if part == "contenders" and key in sections and not isinstance(value, dict):
+            raise ValueError(f"{key} of {what} is {value!r}, but must be a mapping")
         if not (section in sections and name) and key not in whole:
             raise ValueError(
                 f"{what} sets {key!r}, but must set parts of {', '.join(sections)}, like {sections[-1]}.seed"

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from unrolled.ops.checks import transforming
+from unrolled.ops.precision import autocast_dtype
 from unrolled.recurrent._layer import State
 
 
@@ -25,7 +26,7 @@ def run(
         state: the initial state.
         weights: W `[.,P]`, U `[.,N]` and their two biases, in torch's order of gates.
     """
-    if torch.compiler.is_compiling() or transforming() or torch.is_autocast_enabled(x.device.type):
+    if torch.compiler.is_compiling() or transforming() or autocast_dtype(x.device) is not None:
         return None
     parts = [part for part in state if isinstance(part, Tensor)]
     if x.numel() == 0 or any(part.dtype != x.dtype for part in parts):

@@ -136,7 +136,8 @@ class NTM(RecurrentLayer[NTMState]):
         hidden_size: width of the outputs.
         controller: "feedforward" or "lstm".
         controller_size: width of the controller; `hidden_size` by default.
-        memory_size: number N of rows. No parameter depends on it, so it may change after training.
+        memory_size: number N of rows. No parameter depends on it, so a layer with another number can load the
+            weights.
         memory_width: width W of a row.
         read_heads, write_heads: numbers of heads.
         reach: largest shift R of a head in one step, in rows.
