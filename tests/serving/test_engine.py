@@ -349,6 +349,8 @@ def test_what_has_no_room_is_refused_or_waits():
             engine.submit(job(model, [1], 3000))
         with pytest.raises(TooLargeError, match="3 continuations, but 2"):
             engine.submit(job(model, [1], 1, n=3))
+        with pytest.raises(TooLargeError, match="3 prompts, but 2"):
+            engine.submit(job(model, [1], 1, together=3))
         long = engine.submit(job(model, [1], 1900))
         await anext(aiter(long))  # it runs
         second = engine.submit(job(model, [2], 200))

@@ -1,13 +1,17 @@
 """Who may ask, how often, and what is told of it: keys, rates, hosts, the page, logs and metrics."""
 
+import asyncio
 import json
 import logging
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from serving.clients import client, error, post
-from serving.fakes import FakeEngine, pixel_model, served
+from serving.fakes import FakeEngine, FakeRun, pixel_model, served
 
+from unrolled.serving.jobs import Event, Job, TimedOutError
 from unrolled.serving.settings import Settings, read_keys
 
 
@@ -92,6 +96,12 @@ def test_settings_that_are_refused(fields: dict[str, str], message: str) -> None
     assert Settings(host="0.0.0.0", keys=("a",))
 
 
+@pytest.mark.parametrize("origin", ["https://a.example/", "https://a.example/page", "a.example", "https://"])
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    with pytest.raises(ValueError, match=r"but must be such as 'https://example\.org', without a path"):
+        Settings(origin=origin)
+
+
 def test_a_file_of_keys(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("one\n\n  two \n")
@@ -152,6 +162,49 @@ def test_metrics_count_what_was_done() -> None:
     ):
         assert line in text.splitlines()
     assert "unrolled_block_seconds_count 6.0" in text
+
+
+def test_a_prompt_that_was_not_read_does_not_count() -> None:
+    class Late(FakeEngine):
+        def submit(self, job: Job) -> FakeRun:
+            run = super().submit(job)
+            run.events = never  # type: ignore[method-assign]
+            return run
+
+    async def never() -> AsyncIterator[Event]:
+        raise TimedOutError("it waited")
+        yield
+
+    http = client(served(Late()))
+    assert http.post("/v1/completions", json={"model": "book", "prompt": "abc"}).status_code == 504
+    assert 'unrolled_tokens_total{kind="read"} 0.0' in http.get("/metrics").text.splitlines()
+
+
+@pytest.mark.parametrize(("method", "path"), [("PUT", f"/v1/states/{'0' * 64}"), ("POST", "/v1/completions")])
+def test_a_client_that_leaves_while_it_sends_is_no_failure(method: str, path: str) -> None:
+    http = client()
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", b"9")]
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http"}
+    scope |= {"method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
+    scope |= {"headers": headers, "client": ("127.0.0.1", 1), "server": ("localhost", 80)}
+    messages = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+    sent = []
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0) if len(messages) > 1 else messages[0]
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(http.app(scope, receive, send))  # type: ignore[arg-type]
+    assert sent[0]["status"] == 499
+
+
+def test_a_name_may_have_a_slash() -> None:
+    http = client(served(name="org/book"))
+    assert http.get("/v1/models/org/book").json()["id"] == "org/book"
+    assert http.get("/v1/models/org%2Fbook").json()["id"] == "org/book"
+    assert 'route="/v1/models/{id}"' in http.get("/metrics").text
 
 
 def test_models_are_described() -> None:

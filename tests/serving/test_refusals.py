@@ -4,10 +4,12 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from serving.clients import client, error, events, post
 from serving.fakes import FakeEngine, FakeStates, pixel_model, served
 
 from unrolled.serving.jobs import EngineError, StoppingError, TimedOutError, TooLargeError
+from unrolled.serving.protocol.completions import CompletionRequest
 
 COMPLETIONS, CHAT, IMAGES = "/v1/completions", "/v1/chat/completions", "/v1/images/completions"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -260,6 +262,17 @@ def test_learned_positions_count_those_of_a_state() -> None:
     state = post(http, prompt="a" * 8, keep=True, max_tokens=2)["state"]
     answer = http.post(COMPLETIONS, json={"model": "book", "prompt": "b", "state": state})
     assert error(answer, 400)["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("wrong", [[1.5] * 1_000, [[1.5]] * 1_000, [[1] * 999 + [1.5]]])
+def test_one_wrong_item_of_a_long_list_is_reported(wrong: list[Any]) -> None:
+    with pytest.raises(ValidationError) as raised:
+        CompletionRequest(model="book", prompt=wrong)
+    assert raised.value.error_count() < 10
+    message = "prompt must be a text, a list of texts, token ids, or lists of token ids"
+    assert (
+        error(client().post(COMPLETIONS, json={"model": "book", "prompt": wrong}), 400)["message"] == message
+    )
 
 
 def test_a_full_queue() -> None:

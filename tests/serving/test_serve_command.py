@@ -13,6 +13,7 @@ import pytest
 import torch
 from commands import error
 
+from unrolled.cli.serve import _without_password
 from unrolled.data import Vocabulary
 from unrolled.models import Decoder, DecoderConfig
 
@@ -97,6 +98,13 @@ def test_a_late_thread_does_not_abort_the_process() -> None:
     finally:
         process.kill()
     assert (process.returncode, said) == (0, "late\n")
+
+
+def test_no_password_is_shown() -> None:
+    assert _without_password("rediss://user:s3cret@db:6379/0") == "rediss://db:6379/0"
+    assert _without_password("redis://:a@c@db/0") == "redis://db/0"
+    assert _without_password("runs/a@b/states.sqlite") == "runs/a@b/states.sqlite"
+    assert _without_password("s3://bucket/a@b") == "s3://bucket/a@b"
 
 
 @pytest.mark.parametrize(

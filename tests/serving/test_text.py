@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from unrolled.data import TokenTexts, Vocabulary
+from unrolled.data._tokenizer import TextTokenizer
 from unrolled.interop.hf.convert import character_tokenizer
 from unrolled.serving.choices import Choice
 from unrolled.serving.jobs import Drawn
@@ -212,6 +213,16 @@ def test_a_tokenizer_of_hugging_face(folder: Path) -> None:
     assert TokenizerText(folder).chat_template == "file"
     assert VocabularyText(Vocabulary("text"), folder).chat_template == "file"
     (folder / "chat_template.jinja").unlink()
+
+
+def test_a_run_reads_the_name_of_its_end_as_characters_unless_a_template_wrote_it(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer.learn(["the cat sat on the mat"] * 5, 300)
+    vocabulary = Vocabulary("tokenizer", tokenizer=tokenizer.to_json(), end=tokenizer.end)
+    text = TokenizerText(tmp_path, vocabulary)
+    given = "a cat<|endoftext|>"
+    assert text.encode(given) == vocabulary.encode(given)
+    assert text.decode(text.encode(given)) == given
+    assert text.encode(given, special=True) == [*text.encode("a cat"), tokenizer.end]
 
 
 def test_a_character_without_an_id_is_refused(tmp_path: Path) -> None:

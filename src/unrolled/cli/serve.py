@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -136,7 +137,7 @@ def serve(
         rate=rate,
         origin=origin,
     )
-    where = "memory, and end with the server" if url == MEMORY else url
+    where = "memory, and end with the server" if url == MEMORY else _without_password(url)
     if replicas > 1:
         _serve_replicas(options, replicas, where)
         return
@@ -194,6 +195,11 @@ def _address(url: str | None, folder: Path | None) -> str:
         return url
     writable = folder is not None and os.access(folder, os.W_OK)
     return str(folder / STATES_FILE) if folder is not None and writable else MEMORY
+
+
+def _without_password(url: str) -> str:
+    """Return an address as it may be shown: without a user and a password."""
+    return re.sub(r"^(\w+://)[^/]*@", r"\1", url)
 
 
 def _bytes(option: str, text: str) -> int:

@@ -106,7 +106,10 @@ class Batch:
             most = min(most, MOST_TOLD)
         length = self.length.tolist()
         for row in active:
-            self.states[row] = self._with_room(self.states[row], most)
+            left = (
+                self._fields[row]["limit"] - length[row]
+            )  # with room for more, a cache would double for nothing
+            self.states[row] = self._with_room(self.states[row], min(most, left))
             self._describe(row, length[row] + most)
         sequences = self.plan.sequences(self.states)
         continuation = native.struct("Continuation")(

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from unrolled.serving.gone import GoneError
@@ -61,6 +61,7 @@ def make_app(served: Sequence[Served], states: States, settings: Settings) -> Fa
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_validation)
     app.add_exception_handler(GoneError, _on_gone)
+    app.add_exception_handler(ClientDisconnect, _on_gone)
     # The middleware that is added last sees a request first.
     app.add_middleware(Bodies, settings=settings)
     app.add_middleware(Keys, keys=settings.keys, rate=settings.rate)
@@ -82,6 +83,8 @@ async def _on_http(request: Request, error: Exception) -> Response:
     if isinstance(error, ApiError):
         return error.response()
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, ClientDisconnect):  # FastAPI reports it as a body that cannot be parsed
+        return await _on_gone(request, error)
     body = error_body(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     return JSONResponse(
         body, error.status_code, _allowed(request) if error.status_code == 405 else error.headers
@@ -91,7 +94,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
 def _allowed(request: Request) -> dict[str, str]:
     """Return the header with all methods of a path: each method has its own route, which knows no other."""
     operations = request.app.openapi()["paths"].get(
-        getattr(request.scope.get("route"), "path", ""), {"get": {}}
+        getattr(request.scope.get("route"), "path_format", ""), {"get": {}}
     )
     return {"allow": ", ".join(method.upper() for method in operations)}
 

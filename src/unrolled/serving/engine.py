@@ -100,7 +100,7 @@ class Engine:
 
         Raises:
             BusyError: the queue is full.
-            TooLargeError: the job would never fit.
+            TooLargeError: the job, or those of its request together, would never fit.
             StoppingError: the engine is shutting down.
         """
         entry = _Entry(Run(job, self._wake), self._nbytes(job))
@@ -108,6 +108,8 @@ class Engine:
             raise TooLargeError(f"the states would take {entry.nbytes} bytes, but {self.memory} are the most")
         if len(job.keys) > self._writing.count:
             raise TooLargeError(f"{len(job.keys)} continuations, but {self._writing.count} are the most")
+        if job.together > self._waiting.most:
+            raise TooLargeError(f"{job.together} prompts, but {self._waiting.most} are the most")
         with self._changed:
             if self._draining:
                 raise StoppingError("the server is shutting down")

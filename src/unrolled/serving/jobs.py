@@ -22,7 +22,7 @@ class BusyError(EngineError):
 
 
 class TooLargeError(EngineError):
-    """The states of a job would never fit in the memory of the engine, or its continuations in the rows."""
+    """A request would never fit: it needs too much memory, or has too many continuations or prompts."""
 
 
 class TimedOutError(EngineError):
@@ -53,6 +53,7 @@ class Job:
         prompt_logprobs: whether to report the same for `tokens`.
         keep: whether to make a snapshot at the end of each continuation.
         client: the client of the job; clients take turns.
+        together: number of jobs of the same request.
         deadline: when the job is given up, in seconds of `time.monotonic`.
     """
 
@@ -67,6 +68,7 @@ class Job:
     prompt_logprobs: bool = False
     keep: bool = False
     client: str = ""
+    together: int = 1
     deadline: float = float("inf")
 
 

@@ -87,7 +87,8 @@ class Logged:
             self._tell(scope, address, record)
 
     def _tell(self, scope: Scope, address: str, record: Record) -> None:
-        route = getattr(scope.get("route"), "path", "none")
+        found = scope.get("route")  # the route of a file of the page has only a path
+        route = getattr(found, "path_format", getattr(found, "path", "none"))
         self._metrics.requests.labels(route, record.status).inc()
         line = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),

@@ -89,6 +89,7 @@ class Runs:
                 prompt_logprobs=asked.prompt_logprobs,
                 keep=asked.keep,
                 client=record.client,
+                together=len(prompts),
                 deadline=record.began + service.settings.timeout,
             )
             try:
@@ -114,7 +115,7 @@ class Runs:
                 if isinstance(event, Drawn) and event.tokens:
                     last = self._count(event, last)
                 elif isinstance(event, Prompted):
-                    self._record.cached += event.cached
+                    self._count_read(number, event.cached)
                 yield number, event
         except ApiError:
             raise
@@ -124,9 +125,6 @@ class Runs:
             raise of_engine(error) from error
         finally:
             self.cancel()
-            metrics = self._service.metrics
-            metrics.cached.inc(self._record.cached)
-            metrics.read.inc(self._record.read - self._record.cached)
 
     async def kept(self, event: Finished) -> list[str | None]:
         """Store the state of each continuation of a prompt, and return their ids; None where none is kept."""
@@ -142,6 +140,13 @@ class Runs:
             "total_tokens": self._read + self._record.drawn,
             "prompt_tokens_details": {"cached_tokens": self._record.cached},
         }
+
+    def _count_read(self, number: int, cached: int) -> None:
+        state, metrics = self.asked.state, self._service.metrics
+        whole = len(self.before[number]) + (0 if state is None else state.length - 1)
+        self._record.cached += cached
+        metrics.cached.inc(cached)
+        metrics.read.inc(whole - cached)
 
     def _count(self, event: Drawn, last: float | None) -> float:
         now, metrics = time.monotonic(), self._service.metrics

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -45,6 +46,12 @@ class Settings:
                 f"host is {self.host}, which others can reach, but that requires keys: one of "
                 f"{', '.join(LOOPBACK)} does not"
             )
+        if self.origin not in (None, "*", "null"):
+            parts = urlsplit(self.origin)
+            if not parts.netloc or self.origin != f"{parts.scheme}://{parts.netloc}":
+                raise ValueError(
+                    f"origin is {self.origin!r}, but must be such as 'https://example.org', without a path"
+                )
         if self.rate is not None:
             from limits import parse
 

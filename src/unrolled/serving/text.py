@@ -42,8 +42,13 @@ class Text(Protocol):
     chat_template: str | None
     special_tokens: dict[str, str]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Return the ids of a text.
+
+        Args:
+            text: the text.
+            special: whether characters that spell a special token are that token, as a chat template writes
+                it. Without it, the tokenizer of a run reads them as characters.
 
         Raises:
             ValueError: the text has a character outside the vocabulary.
@@ -87,8 +92,8 @@ class VocabularyText:
         self.special_tokens: dict[str, str] = {}
         self.chat_template = None if folder is None else _template(folder)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text."""
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Return the ids of a text; there are no special tokens."""
         return self._vocabulary.encode(text)
 
     def decode(self, ids: list[int]) -> str:
@@ -130,6 +135,7 @@ class TokenizerText:
             self._tokenizer = _tokenizer(folder / "tokenizer.json", None)
         else:
             self._tokenizer = _tokenizer(folder / VOCABULARY_FILE, vocabulary.text_tokenizer.to_json())
+        self._vocabulary = vocabulary
         self._contents = None if vocabulary is None else vocabulary.text_tokenizer.contents
         self._texts = TokenTexts(self._tokenizer)
         config = _json(folder / "tokenizer_config.json")
@@ -145,8 +151,10 @@ class TokenizerText:
         self.ends = [[end] for end in sorted(ends)]
         self.chat_template = _template(folder) or _default_template(config.get("chat_template"))
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Return the ids of a text, without special tokens around it."""
+        if self._vocabulary is not None and not special:
+            return self._vocabulary.encode(text)
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -23,7 +23,7 @@ export class Writing {
     }
     $("file").addEventListener("change", () => this.guard(() => this.open()));
     document.addEventListener("keydown", (event) => this.key(event));
-    addEventListener("storage", (event) => event.key === this.place && this.reload());
+    addEventListener("storage", (event) => event.key === this.place && this.follow());
     addEventListener("pagehide", (event) => event.persisted || this.leave());
   }
 
@@ -71,6 +71,13 @@ export class Writing {
     this.tree = load(this.place);
     if (this.tree.pieces.has(before)) this.tree.current = before; // changed by another tab: stay at the piece of this tab
     if (!this.stop) this.show();
+  }
+
+  /** Show what another tab has stored, and keep what is typed in this one. */
+  follow() {
+    const { base, typed } = this.view.draft();
+    this.reload();
+    if (!this.stop) this.view.restore(base, typed);
   }
 
   keep() {

@@ -1,10 +1,10 @@
 """The body of /v1/chat/completions, and the choices of its response."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from unrolled.serving.protocol.fields import Body, Logprobs, TextContinuation, neutral
+from unrolled.serving.protocol.fields import FIRST_ERROR, Body, Logprobs, TextContinuation, neutral
 
 MOST_TOKENS = 1_024
 """Maximum number of new tokens if the request does not say."""
@@ -21,7 +21,7 @@ class Message(Body):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], FIRST_ERROR] | None = None
     name: str | None = Field(None, description="has no effect")
     refusal: str | None = Field(None, description="has no effect")
     annotations: list[Any] | None = Field(None, description="has no effect")
@@ -51,7 +51,7 @@ class ResponseFormat(Body):
 class ChatRequest(TextContinuation):
     """A conversation to continue; with a state, only the messages that follow it."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], FIRST_ERROR]
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
     tools: list[Any] | None = neutral([])

@@ -1,10 +1,10 @@
 """The body of /v1/completions, and the choices of its response."""
 
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from unrolled.serving.protocol.fields import Logprobs, TextContinuation, neutral
+from unrolled.serving.protocol.fields import FIRST_ERROR, Ids, Logprobs, TextContinuation, neutral
 
 DEFAULT_TOKENS = 16
 
@@ -12,7 +12,7 @@ DEFAULT_TOKENS = 16
 class CompletionRequest(TextContinuation):
     """A text to continue."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] | None = Field(
+    prompt: str | Annotated[list[str], FIRST_ERROR] | Ids | Annotated[list[Ids], FIRST_ERROR] | None = Field(
         None, description="a text, a list of texts, token ids, or lists of token ids"
     )
     echo: bool | None = Field(None, description="begin the answer with the prompt")

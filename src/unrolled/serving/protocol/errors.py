@@ -71,7 +71,7 @@ def of_engine(error: Exception) -> ApiError:
             429, "the queue is full: try again later", code="queue_full", headers={"retry-after": "1"}
         )
     if isinstance(error, TooLargeError):
-        return invalid(f"the request does not fit in memory: {error}", code="too_large")
+        return invalid(f"the request is too large: {error}", code="too_large")
     if isinstance(error, TimedOutError):
         return ApiError(504, "the request ran past its deadline", code="deadline_exceeded")
     if isinstance(error, StoppingError):

@@ -14,6 +14,9 @@ MOST_ROWS = 2_048
 StateId = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 Tokens = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
 Count = Annotated[int, Field(ge=1, le=128)]
+# Of a long list, only the first wrong item is reported: an error for each would take minutes and gigabytes.
+FIRST_ERROR = Field(fail_fast=True)
+Ids = Annotated[list[int], FIRST_ERROR]
 Logprobs = Annotated[int, Field(ge=0, le=20)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=1_000)]
 Stops = StopText | Annotated[list[StopText], Field(max_length=16)]

@@ -4,13 +4,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from unrolled.serving.protocol.fields import Continuation
+from unrolled.serving.protocol.fields import Continuation, Ids
 
 
 class ImageRequest(Continuation):
     """The beginning of an image, whose rest is to be drawn."""
 
-    pixels: list[int] | None = Field(
+    pixels: Ids | None = Field(
         None, description="the first levels, row by row; red, green and blue for a colour; by default none"
     )
     rows: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(

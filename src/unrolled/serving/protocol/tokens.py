@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from unrolled.serving.protocol.fields import Body
+from unrolled.serving.protocol.fields import Body, Ids
 
 
 class TokenizeRequest(Body):
@@ -18,4 +18,4 @@ class DetokenizeRequest(Body):
     """Token ids to decode, by default with the first model."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Ids

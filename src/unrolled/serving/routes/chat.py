@@ -29,7 +29,7 @@ async def chat(body: ChatRequest, request: Request) -> Response:
         raise invalid(
             f"the model {served.name} has no chat template: ask /v1/completions", "model", "no_chat_template"
         )
-    prompt = await encode(served.text, _rendered(served.text, body), "messages")
+    prompt = await encode(served.text, _rendered(served.text, body), "messages", special=True)
     continuing = await Continuing.start(
         request,
         served,

@@ -22,14 +22,16 @@ from unrolled.serving.text import Text
 LONG = 10_000  # characters; a longer text is encoded in a thread, so that other requests do not wait
 
 
-async def encode(text: Text, given: str, param: str) -> list[int]:
-    """Return the ids of a text.
+async def encode(text: Text, given: str, param: str, *, special: bool = False) -> list[int]:
+    """Return the ids of a text; see `Text.encode`.
 
     Raises:
         ApiError: the text has a character outside the vocabulary.
     """
     try:
-        return await asyncio.to_thread(text.encode, given) if len(given) > LONG else text.encode(given)
+        if len(given) > LONG:
+            return await asyncio.to_thread(text.encode, given, special=special)
+        return text.encode(given, special=special)
     except ValueError as error:
         raise invalid(f"{param}: {error}", param) from None
 

@@ -20,7 +20,7 @@ async def models(request: Request) -> Response:
     return JSONResponse({"object": "list", "data": data})
 
 
-@router.get("/v1/models/{id}", responses=answers(Model))
+@router.get("/v1/models/{id:path}", responses=answers(Model))
 async def model(id: str, request: Request) -> Response:
     """Describe one model."""
     return JSONResponse(described(service_of(request).model(id)))
