@@ -8,6 +8,8 @@
 // Backward, for each input, those of the state included:
 // 4. dx_t = sum_l weight_l * dy_(t+l), and what the gradient of the final state adds.
 // 5. dweight_l += dy_(t+l) * x_t, summed in single precision over a few tokens only.
+#include <algorithm>
+
 #include "kernels.h"
 #include "rows.h"
 
@@ -16,28 +18,29 @@ namespace {
 
 constexpr Int SEGMENT = 512;  // tokens of a task
 constexpr Int SUMMED = 64;    // tokens that are summed in single precision
-constexpr Int SUMS = 61;      // sums of the weights' gradients; prime, so that empty segments fall into all of them
+constexpr Int SUMS = 64;      // sums of the weights' gradients
 
 // The tokens [from, to) of a sequence of `length` that begins at token `first` of the batch's row.
 struct Segment {
     Int index, batch, first, length, from, to;
 };
 
+// The segments of all sequences. A sequence has one even if it is empty, for its state.
 class Segments {
   public:
-    explicit Segments(const Conv& x) : x_(x) {
-        for (Int i = 0; i < x.sequences; ++i) longest_ = max(longest_, sequence(i).length);
-        per_sequence_ = max(1, ceil_div(longest_, SEGMENT));
+    Segments(const Conv& x, Workspace& memory) : x_(x), end_((Int*)memory.floats(2 * x.sequences)) {
+        for (Int i = 0; end_ && i < x.sequences; ++i)
+            end_[i] = count_ += max(1, ceil_div(sequence(i).length, SEGMENT));
     }
-    Int count() const { return x_.sequences * per_sequence_; }
+    Int count() const { return count_; }
     Int threads() const {
         return threads_for((double)count() * SEGMENT * (double)(x_.channels * x_.taps), x_.threads);
     }
 
-    // Empty where the sequence is shorter than the longest one.
     Segment at(Int i) const {
-        Segment s = sequence(i / per_sequence_);
-        s.from = min(s.length, i % per_sequence_ * SEGMENT);
+        const Int n = std::upper_bound(end_, end_ + x_.sequences, i) - end_;
+        Segment s = sequence(n);
+        s.from = (i - (n ? end_[n - 1] : 0)) * SEGMENT;
         s.to = min(s.length, s.from + SEGMENT);
         return s;
     }
@@ -49,7 +52,8 @@ class Segments {
     }
 
     const Conv& x_;
-    Int longest_ = 0, per_sequence_;
+    Int* end_;  // for each sequence, the number of segments up to its last one
+    Int count_ = 0;
 };
 
 const float* state_row(const Conv& x, const float* state, const Segment& s, Int token) {
@@ -83,7 +87,6 @@ Rows read_weight(const Conv& x, Workspace& memory) {
 }
 
 Status forward(const Conv& x, const ConvOutputs& out, const Segment& s) {
-    if (s.from && s.from == s.to) return SUCCESS;
     Workspace memory;
     const Rows weight = read_weight(x, memory);
     const Ring inputs(x.taps, x.channels, memory);
@@ -114,7 +117,6 @@ Status forward(const Conv& x, const ConvOutputs& out, const Segment& s) {
 
 // `d_weight [taps, channels]` is the gradient of the taps from this segment.
 Status backward(const Conv& x, const ConvGradients& out, const Segment& s, double* d_weight) {
-    if (s.from && s.from == s.to) return SUCCESS;
     Workspace memory;
     const Int width = round_up(x.channels);
     const Rows weight = read_weight(x, memory);
@@ -166,16 +168,18 @@ using namespace UNROLLED_ISA;
 
 Status EXPORTED(conv_forward)(const Conv* x, const ConvOutputs* out) {
     advise_huge_pages(*x, out->y, x->tokens, 1, x->channels);
-    const Segments segments(*x);
+    Workspace memory;
+    const Segments segments(*x, memory);
+    if (memory.failed()) return OUT_OF_MEMORY;
     return parallel_for(segments.count(), segments.threads(),
                         [&](Int i) { return forward(*x, *out, segments.at(i)); });
 }
 
 Status EXPORTED(conv_backward)(const Conv* x, const ConvGradients* out) {
     advise_huge_pages(*x, out->d_x, x->tokens, 1, x->channels);
-    const Segments segments(*x);
     const Int n = x->taps * x->channels;
     Workspace memory;
+    const Segments segments(*x, memory);
     const Int count = segments.count(), sums = min(count, SUMS);
     double* parts = (double*)memory.zeros(2 * sums * n);
     if (memory.failed()) return OUT_OF_MEMORY;

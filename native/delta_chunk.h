@@ -8,8 +8,8 @@
 // The sum over j is a triangular system. It is solved a few rows at a time: first a product with the rows
 // that are already solved, then these few rows one by one. With similar keys and rates near 2, the
 // corrections alternate in sign, and the rounding of k_i . k_j, which is then the same for all pairs, adds
-// up. So a chunk with a rate above 1 is solved in double precision, which makes the forward pass slower by a
-// quarter.
+// up. So from the first rate above 1 on, a chunk is solved in double precision, which makes the forward pass
+// slower by a quarter. The rows before it are not, since a later rate may not change them.
 #pragma once
 
 #include "linear_chunk.h"
@@ -46,10 +46,10 @@ class Corrections {
                      prefetcher);
             transpose(M, n, read_T_.data, read_T_.row, residuals);
         }
-        bool exact = false;
-        for (Int i = 0; i < n; ++i) exact |= rates_[i] > 1;
-        if (exact) solve_exactly(chunk);
-        else solve_in_tiles(chunk, prefetcher);
+        Int first = 0;
+        while (first < n && !(rates_[first] > 1)) ++first;
+        if (first > 0) solve_in_tiles(chunk, first, prefetcher);
+        if (first < n) solve_exactly(chunk, first);
     }
 
     // For a chunk whose residuals are known: replaces its values by the corrections, and computes the scores.
@@ -92,10 +92,10 @@ class Corrections {
             store(row(chunk.values, i) + m, broadcast(rates_[i]) * load(row(residuals, i) + m));
     }
 
-    // From what the keys read from the state to the residuals, and from the values to the corrections.
-    void solve_in_tiles(const KeyChunk& chunk, Prefetcher& prefetcher) {
-        const Int n = chunk.n;
-        score(chunk.gates, n, x_.features, chunk.keys, keys_T_, scores_T, prefetcher);
+    // From what the keys read from the state to the residuals, and from the values to the corrections, for
+    // the first n rows.
+    void solve_in_tiles(const KeyChunk& chunk, Int n, Prefetcher& prefetcher) {
+        score(chunk.gates, chunk.n, x_.features, chunk.keys, keys_T_, scores_T, prefetcher);
         for (Int i = 0; i < n; ++i) {
             const Vec decay = broadcast(chunk.gates.from_start ? chunk.gates.from_start[i] : 1);
             for (Int m = 0; m < x_.values; m += WIDTH) {
@@ -115,11 +115,14 @@ class Corrections {
         }
     }
 
-    // The same in double precision, row by row.
-    void solve_exactly(const KeyChunk& chunk) {
+    // The same in double precision, row by row, from row `first` on; the rows before it are solved.
+    void solve_exactly(const KeyChunk& chunk, Int first) {
         compute_system(chunk);
         const Int M = x_.values;
-        for (Int i = 0; i < chunk.n; ++i)
+        for (Int j = 0; j < first; ++j)
+            for (Int m = 0; m < M; m += DOUBLES)
+                store_doubles(corrections_ + j * residuals.row + m, load_widened(row(chunk.values, j) + m));
+        for (Int i = first; i < chunk.n; ++i)
             for (Int m = 0; m < M;)
                 if (M - m > 3 * WIDTH) solve_row<8>(chunk, i, m), m += 4 * WIDTH;
                 else solve_row<2>(chunk, i, m), m += WIDTH;

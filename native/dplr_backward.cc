@@ -333,6 +333,7 @@ Status EXPORTED(dplr_backward)(const Dplr* x, const DplrGradients* out) {
     const Gla gla = without_reads(*x);
     const GlaPlan plan(gla, SEGMENT);
     return parallel_for(x->sequences * plan.blocks, plan.threads, [&](Int i) {
+        const FlushSubnormals flush(true);
         const Int first = i % plan.blocks * plan.heads, last = min(x->heads, first + plan.heads);
         Workspace memory;
         Heads heads(*x, gla, *out, sequence_at(gla, i / plan.blocks), first, last, memory);

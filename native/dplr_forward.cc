@@ -96,6 +96,7 @@ Status EXPORTED(dplr_forward)(const Dplr* x, const GlaOutputs* out) {
     const Gla gla = without_reads(*x);
     const GlaPlan plan(gla, 1);
     return parallel_for(x->sequences * plan.blocks, plan.threads, [&](Int i) {
+        const FlushSubnormals flush(true);
         const Int first = i % plan.blocks * plan.heads, last = min(x->heads, first + plan.heads);
         Workspace memory;
         Heads heads(*x, gla, *out, last - first, memory);

@@ -308,6 +308,7 @@ Status EXPORTED(gla_backward)(const Gla* x, const GlaGradients* out) {
     advise_huge_pages(*x, out->d_v, x->keys, x->groups, x->values);
     const GlaPlan plan(*x, SEGMENT);
     return parallel_for(x->sequences * plan.blocks, plan.threads, [&](Int i) {
+        const FlushSubnormals flush(true);
         const Int first = i % plan.blocks * plan.heads, last = min(x->groups, first + plan.heads);
         Workspace memory;
         Heads heads(*x, *out, sequence_at(*x, i / plan.blocks), first, last, memory);

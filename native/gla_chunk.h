@@ -27,7 +27,8 @@ struct GlaPlan {
         const Int state = max(1, x.features * x.values);
         threads = threads_for((double)x.sequences * (double)x.keys * (double)(x.heads * state), x.threads);
         heads = min(max(1, x.groups), max(1, (1 << 17) / state / states));
-        while (heads > 1 && x.sequences * ceil_div(x.groups, heads) < threads) heads = ceil_div(heads, 2);
+        const Int whole = whole_sequences(x);
+        while (heads > 1 && whole * ceil_div(x.groups, heads) < threads) heads = ceil_div(heads, 2);
         blocks = ceil_div(x.groups, heads);
     }
 };

@@ -100,6 +100,7 @@ Status EXPORTED(gla_forward)(const Gla* x, const GlaOutputs* out) {
     advise_huge_pages(*x, out->o, x->queries, x->heads, x->values);
     const GlaPlan plan(*x, 1);
     return parallel_for(x->sequences * plan.blocks, plan.threads, [&](Int i) {
+        const FlushSubnormals flush(true);
         const Int first = i % plan.blocks * plan.heads, last = min(x->groups, first + plan.heads);
         Workspace memory;
         Heads heads(*x, *out, last - first, memory);

@@ -536,6 +536,7 @@ Status accumulate_query_segment(const Linear& x, const LinearGradients& out, con
 Status compute_state_gradients(const Linear& x, const LinearGradients& out, const Plan& plan,
                                const States& gradients) {
     const Status status = parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
+        const FlushSubnormals flush(x.log_decay);
         const LinearTask task(x, plan, i);
         const Int n = task.sequence.index;
         for (Int g = task.first_head; g < task.last_head; ++g) {
@@ -613,6 +614,7 @@ Status run(const Linear& x, const LinearGradients& out) {
     if (status != SUCCESS) return status;
     // 2 and 3. Queries.
     status = parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
+        const FlushSubnormals flush(x.log_decay);
         const LinearTask task(x, plan, i);
         return x.causal ? causal_query_task(x, out, task, states)
                         : bidirectional_query_task(x, out, task, states, plan.segments);
@@ -622,8 +624,10 @@ Status run(const Linear& x, const LinearGradients& out) {
     status = compute_state_gradients(x, out, plan, gradients);
     if (status != SUCCESS) return status;
     // 5 to 10. Keys, values, gates and rates.
-    return parallel_for(plan.tasks(x), plan.threads,
-                        [&](Int i) { return key_task(x, out, LinearTask(x, plan, i), gradients); });
+    return parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
+        const FlushSubnormals flush(x.log_decay);
+        return key_task(x, out, LinearTask(x, plan, i), gradients);
+    });
 }
 
 }  // namespace

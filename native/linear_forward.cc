@@ -190,6 +190,7 @@ Status run(const Linear& x, const LinearOutputs& out) {
         compute_states(x, plan, states, !x.causal, [](const Sequence&, HeadChunk, State) {});
     if (computed != SUCCESS) return computed;
     return parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
+        const FlushSubnormals flush(x.log_decay);
         const LinearTask task(x, plan, i);
         const Status status = x.causal ? causal_task(x, out, task, states)
                                        : bidirectional_task(x, out, task, states, plan.segments);

@@ -22,10 +22,14 @@ struct Plan {
         const Int length = max(x.queries, x.keys), state = max(1, x.features * x.values);
         threads = threads_for((double)x.sequences * (double)length * (double)(x.heads * state), x.threads);
         heads_per_task = min(max(1, x.groups), max(1, (1 << 17) / state));
-        while (heads_per_task > 1 && x.sequences * ceil_div(x.groups, heads_per_task) < threads)
+        const Int whole = whole_sequences(x);
+        while (heads_per_task > 1 && whole * ceil_div(x.groups, heads_per_task) < threads)
             heads_per_task = ceil_div(heads_per_task, 2);
         head_blocks = ceil_div(x.groups, heads_per_task);
-        const Int enough = ceil_div(threads, max(1, x.sequences * head_blocks));
+        // Every sequence has a state for each segment, so that many short ones are not divided for a long
+        // one.
+        const Int divided = x.sequences > 4 * threads ? x.sequences : whole;
+        const Int enough = ceil_div(threads, max(1, divided * head_blocks));
         segments = may_segment ? min(enough, max(1, length / chunk_length(x) / 4)) : 1;
     }
 
@@ -154,6 +158,7 @@ template <typename F>
 inline Status compute_states(const Linear& x, const Plan& plan, const States& states, bool with_last,
                              F&& before_update) {
     const Status status = parallel_for(plan.tasks(x), plan.threads, [&](Int i) {
+        const FlushSubnormals flush(x.log_decay);
         const LinearTask task(x, plan, i);
         const Int n = task.sequence.index;
         const bool needed = with_last || !task.last;

@@ -3,6 +3,10 @@
 
 #include "workspace.h"
 
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
+
 namespace UNROLLED_ISA {
 
 using Int = int64_t;
@@ -35,6 +39,26 @@ inline Status parallel_for(Int n, Int threads, F&& f) {
     return (Status)status;
 }
 
+// While it exists, results of its thread that are below the normal numbers become 0. The state and its
+// gradient, multiplied by gates again and again, would otherwise stay subnormal, and some processors take 20
+// times as long to multiply such numbers. Inputs may be subnormal: fp16 numbers are widened by way of
+// subnormal ones.
+class FlushSubnormals {
+  public:
+#if defined(__SSE2__)
+    explicit FlushSubnormals(bool on) : before_(_mm_getcsr()) {
+        if (on) _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON);
+    }
+    ~FlushSubnormals() { _mm_setcsr(before_); }
+    FlushSubnormals(const FlushSubnormals&) = delete;
+
+  private:
+    unsigned before_;
+#else
+    explicit FlushSubnormals(bool) {}
+#endif
+};
+
 // The tokens of one sequence: a row of the batch, or a part of the only row when sequences are packed.
 struct Sequence {
     Int index, batch, first_query, queries, first_key, keys;
@@ -45,6 +69,16 @@ inline Sequence sequence_at(const Problem& x, Int index) {
     if (!x.offsets) return {index, index, 0, x.queries, 0, x.keys};
     const Int first = x.offsets[index], n = x.offsets[index + 1] - first;
     return {index, 0, first, n, first, n};
+}
+
+// The number of sequences as long as the longest one that have as many tokens as the batch or pack: so many
+// tasks of equal size may run side by side.
+template <typename Problem>
+inline Int whole_sequences(const Problem& x) {
+    Int longest = 0;
+    for (Int i = 0; x.offsets && i < x.sequences; ++i)
+        longest = max(longest, x.offsets[i + 1] - x.offsets[i]);
+    return longest ? max(1, x.keys / longest) : x.sequences;
 }
 
 // What one thread computes at a time: a segment of a sequence, for the key heads [first_head, last_head) and

@@ -185,3 +185,16 @@ def test_inputs_may_have_any_strides(gates):
     strided = [x.movedim(-1, 0).contiguous().movedim(0, -1) for x in given]
     for ours, theirs in zip(results(delta_rule, strided), results(delta_rule, given), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("gates", ["none", "heads", "channels"])
+def test_a_rate_above_1_changes_no_bit_before_it(gates):
+    q, k, v, beta, log_decay, _ = inputs((1, 33, 2, 1, 24, 20), torch.float32, 0, max_beta=1.0, gates=gates)
+    options = {} if gates == "none" else {"log_decay": log_decay}
+    before, _ = delta_rule(q, k, v, beta, **options)
+    for first in range(33):
+        later = beta.clone()
+        later[:, first:] += 0.9
+        after, _ = delta_rule(q, k, v, later, **options)
+        assert torch.equal(after[:, :first], before[:, :first])
+        assert not torch.equal(after[:, first], before[:, first])

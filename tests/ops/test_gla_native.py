@@ -1,5 +1,6 @@
 """The C++ kernels of linear attention with a gate for every feature, on every instruction set of this machine."""
 
+import platform
 from functools import partial
 from itertools import accumulate
 
@@ -10,12 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unrolled.ops import native
+from unrolled.ops.delta import delta_rule
 from unrolled.ops.dispatch import prefer
+from unrolled.ops.dplr import dplr
 from unrolled.ops.gla import (
     diagonal_linear_attention,
     diagonal_linear_attention_reference,
     diagonal_linear_attention_step,
 )
+from unrolled.ops.linear import linear_attention
 
 if not native.available():
     pytest.skip(str(native.missing()), allow_module_level=True)
@@ -152,3 +156,34 @@ def test_second_derivatives_are_those_of_the_plain_form():
         theirs = second()
     for x, y in zip(ours, theirs, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
+
+
+def by_features(q, k, v, gates):
+    return diagonal_linear_attention(q, k, v, gates)
+
+
+def by_heads(q, k, v, gates):
+    return linear_attention(q, k, v, causal=True, log_decay=gates[..., 0], normalize=False)
+
+
+def by_the_delta_rule(q, k, v, gates):
+    return delta_rule(q, k, v, torch.ones_like(gates[..., 0]), log_decay=gates[..., 0])[0]
+
+
+def by_low_rank(q, k, v, gates):
+    return dplr(q, k, v, k.detach(), -k.detach(), gates)[0]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors take no longer for such numbers")
+@pytest.mark.parametrize("form", [by_features, by_heads, by_the_delta_rule, by_low_rank])
+def test_what_gates_have_shrunk_becomes_0_before_it_is_slow(form):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (0.1 * torch.randn(1, 3_000, 1, 16, generator=generator) for _ in range(3))
+    for x in (q, k, v):
+        x.requires_grad_()
+    gates = torch.full((1, 3_000, 1, 16), -0.1)
+    grads = torch.autograd.grad(form(q, k, v, gates)[:, -1].sum(), (q, k, v))
+    for x in grads:
+        assert not ((x != 0) & (x.abs() < torch.finfo(torch.float32).tiny)).any()
+    assert grads[1][:, -500:].any()
+    assert (torch.tensor([1e-39]) * 1).item() > 0  # the setting of the processor is as before
