@@ -87,7 +87,7 @@ def measure(runtimes: dict[str, tuple[Step, Any]], tokens: int) -> None:
 def int8_loss(run_dir: Path) -> None:
     """Print the validation loss of a run's weights in PyTorch and in the int8 graph."""
     model = load_model(run_dir)
-    dataset: Any = run_config.resolve(run_config.read(run_dir / run_config.FILE_NAME, [])).dataset
+    dataset: Any = run_config.resolve(run_config.read_saved(run_dir)).dataset
     with tempfile.TemporaryDirectory() as folder:
         onnx.export(model, folder, int8=True)
         graphs = {name: onnx.load(folder, name) for name in ("plain", "int8")}

@@ -43,7 +43,7 @@ def groups(pairs: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
 
 def scores(run_dir: Path, limit: int | None) -> Iterator[tuple[float, float]]:
     """Yield the mean number of words of the sources, and the BLEU, for each group."""
-    run = run_config.resolve(run_config.read(run_dir / run_config.FILE_NAME, []))
+    run = run_config.resolve(run_config.read_saved(run_dir))
     data: Any = run.dataset
     model: Any = models.load(run_dir).eval()
     sides = data.sentences("test_2016_flickr")

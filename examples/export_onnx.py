@@ -1,5 +1,6 @@
 """Export a model as an ONNX graph, and generate the same tokens with ONNX Runtime as with PyTorch.
 
+    pip install '.[onnx]'
     python examples/export_onnx.py
 
 The model is not trained, because the example shows only the export.

@@ -1,5 +1,6 @@
 """Train a linear transformer with Trainer of transformers, generate text, and continue from a state.
 
+    pip install '.[hf]'
     python examples/huggingface.py
 
 The cache has the same size after 200 characters as after 20.

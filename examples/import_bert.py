@@ -1,5 +1,6 @@
 """Train a BERT of transformers on the alphabet, import its weights, and compare the outputs.
 
+    pip install '.[hf]'
     python examples/import_bert.py
 
 Nothing is downloaded: the script creates the model and trains it for some seconds to fill gaps in sequences

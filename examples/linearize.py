@@ -1,5 +1,6 @@
 """Replace the attention of a trained Llama, and print the loss before and after two short trainings.
 
+    pip install '.[hf]'
     python examples/linearize.py
 
 The model is small. The script trains it on walks over a circle of 16 symbols, so nothing is downloaded.

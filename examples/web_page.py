@@ -1,5 +1,6 @@
 """Train a linear and a softmax model on a text, and write a web page that runs both in the browser.
 
+    pip install '.[onnx]'
     python examples/web_page.py
 
 Both models are trained for only a few seconds, on a text that the script creates. The first page written on

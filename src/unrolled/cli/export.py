@@ -38,10 +38,11 @@ def export(
       unrolled generate book.onnx --engine onnx --prompt "Once upon"
       unrolled export runs/digits runs/digits-softmax page --web
 
-    A graph maps tokens and a state to logits and the next state, for any batch size and length. The
-    sampling options, from --temperature on, become the defaults of the exported model. The graph of a model
-    of speech maps samples of sound to log-probabilities of symbols. Without --web, models of speech take only
-    the options --opset and --force.
+    A graph maps tokens and a state to logits and the next state, for any batch size. It reads any number of
+    tokens per call, or one with some mechanisms (see "length" in the manifest). The sampling options, from
+    --temperature on, become the defaults of the exported model. The graph of a model of speech maps samples
+    of sound to log-probabilities of symbols. Without --web, models of speech take only the options --opset
+    and --force.
     """
     from unrolled.cli._page import write_page
 

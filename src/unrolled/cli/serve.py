@@ -23,7 +23,7 @@ SERVED = ("fastapi", "granian", "jinja2", "limits", "prometheus_client")
 def serve(
     folders: Annotated[
         list[Path] | None,
-        typer.Argument(help="Run folders of unrolled train, or folders of unrolled quantize."),
+        typer.Argument(help="Run folders of unrolled train, or folders of unrolled quantize or convert."),
     ] = None,
     *,
     demo: Annotated[

@@ -81,7 +81,7 @@ def train(
     \b
     On several processes or machines, with torchrun; batch_size is the total over all processes:
       torchrun --nproc-per-node 2 -m unrolled train data.name=text data.path=book.txt run_dir=runs/book
-      torchrun --nnodes 4 --nproc-per-node 8 --max-restarts 3 --rdzv-backend c10d \
+      torchrun --nnodes 4 --nproc-per-node 8 --max-restarts 3 --rdzv-backend c10d \\
         --rdzv-endpoint host:29500 -m unrolled train --config big.yaml train.shard=8
 
     \b

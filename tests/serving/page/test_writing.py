@@ -140,9 +140,15 @@ def test_a_tree_of_another_tab_appears_in_this_one(person):
         person.writes(" the sea")
         person.browser.switch_to.window(first)
         wait_for(person.browser, lambda _: len(person.rows()) == 2)
-        person.writes(" the hill")
-        assert len(person.rows()) == 3
-        assert [row.get_attribute("aria-level") for row in person.rows()] == ["1", "2", "2"]
+        person["text"].send_keys(" and then")
+        typed = person.text()
+        person.browser.switch_to.window(other)
+        person.writes(" the tide")
+        person.browser.switch_to.window(first)
+        wait_for(person.browser, lambda _: len(person.rows()) == 3)
+        assert person.text() == typed  # what is typed here stays
+        assert person.writes(" the hill").startswith(f"{typed} the hill")
+        assert [row.get_attribute("aria-level") for row in person.rows()] == ["1", "2", "2", "2"]
     finally:
         person.browser.switch_to.window(other or first)
         if other:
