@@ -46,7 +46,7 @@ def backward(grad_o: Tensor, grad_state: Tensor, inputs: Inputs, cu_seqlens: Ten
         return chunked.backward(grad_o, grad_state, *inputs)
     *tokenwise, state = inputs
     found = [x.new_zeros(x.shape) for x in tokenwise]
-    d_state = grad_state
+    d_state = grad_state.new_zeros(grad_state.shape)
     for rows, tokens, padding in length_buckets(cu_seqlens, inputs.q.shape[1]):
         grad, q, k, v, log_decay = (without_padding(x[0, tokens], padding) for x in (grad_o, *tokenwise))
         *parts, d_part = chunked.backward(grad, grad_state[rows], q, k, v, log_decay, state[rows])
