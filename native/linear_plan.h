@@ -26,8 +26,7 @@ struct Plan {
         while (heads_per_task > 1 && whole * ceil_div(x.groups, heads_per_task) < threads)
             heads_per_task = ceil_div(heads_per_task, 2);
         head_blocks = ceil_div(x.groups, heads_per_task);
-        // Every sequence has a state for each segment, so that many short ones are not divided for a long
-        // one.
+        // A segment costs a state for every sequence, so a pack of many is not divided for a long one.
         const Int divided = x.sequences > 4 * threads ? x.sequences : whole;
         const Int enough = ceil_div(threads, max(1, divided * head_blocks));
         segments = may_segment ? min(enough, max(1, length / chunk_length(x) / 4)) : 1;

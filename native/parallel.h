@@ -71,8 +71,8 @@ inline Sequence sequence_at(const Problem& x, Int index) {
     return {index, 0, first, n, first, n};
 }
 
-// The number of sequences as long as the longest one that have as many tokens as the batch or pack: so many
-// tasks of equal size may run side by side.
+// How often the longest sequence fits into the tokens of a pack; without a pack, the number of sequences. So
+// many tasks of equal size can run side by side.
 template <typename Problem>
 inline Int whole_sequences(const Problem& x) {
     Int longest = 0;

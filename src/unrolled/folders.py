@@ -118,7 +118,7 @@ def replacing_files(folder: Path) -> Iterator[Path]:
 
     Each replacement is atomic, and so is the creation of a new folder. If the process is killed inside the
     block, the old files stay, and so does the staging folder: in an existing folder until `remove_staging`,
-    and beside a new one until a process of the same number writes it.
+    and beside a new one until a process with the same ID writes that folder.
 
     Raises:
         OSError: a file cannot be written, as on a full disk; `folder` is unchanged unless a replacement
@@ -128,7 +128,7 @@ def replacing_files(folder: Path) -> Iterator[Path]:
     # If the folder is new, another process may also be staging a folder of this name.
     staging = folder.with_name(f".{folder.name}.{os.getpid()}{STAGING}") if new else folder / STAGING
     with system_errors(folder):
-        if new:  # a killed process may have had the same number, as in a container
+        if new:  # a killed process may have had the same ID, as in a container
             shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=new)
         try:

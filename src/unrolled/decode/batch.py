@@ -106,9 +106,8 @@ class Batch:
             most = min(most, MOST_TOLD)
         length = self.length.tolist()
         for row in active:
-            left = (
-                self._fields[row]["limit"] - length[row]
-            )  # with room for more, a cache would double for nothing
+            # A cache with room for more tokens than the row may get would be copied and doubled for nothing.
+            left = self._fields[row]["limit"] - length[row]
             self.states[row] = self._with_room(self.states[row], min(most, left))
             self._describe(row, length[row] + most)
         sequences = self.plan.sequences(self.states)

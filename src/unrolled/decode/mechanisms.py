@@ -192,7 +192,7 @@ def _rfa(builder: Builder, layer: RandomFeatureAttention, x: Value, qkv: list[Va
     q, k, v = qkv
     signed = layer.feature_map.features == "fourier"
     q, k = (_random_features(builder, layer, y) for y in (q, k))
-    parts = {"draw": layer.feature_map.projection.redraws.reshape(1).clone()}
+    parts = {"draw": layer.feature_map.projection.redraws.reshape(1)}
     gates = rates = None
     if layer.gate_proj is None:
         parts["weight"] = torch.ones(1, layer.n_kv_heads, dtype=torch.float32)

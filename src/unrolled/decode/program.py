@@ -199,8 +199,8 @@ class Builder:
         self.slots.append([])
 
     def keep_constant(self, **parts: Tensor) -> None:
-        """Add parts of the model's state that no token changes, each for one row `[1,...]`."""
-        self.slots[-1].append(Constants(parts))
+        """Add copies of parts of the model's state that no token changes, each for one row `[1,...]`."""
+        self.slots[-1].append(Constants({name: x.clone() for name, x in parts.items()}))
 
     def limit_positions(self, n: int) -> None:
         """Allow only that many positions, or fewer if another part of the model has fewer."""

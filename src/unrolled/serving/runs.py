@@ -71,7 +71,8 @@ class Runs:
         self.asked, self.count = asked, len(prompts) * asked.n
         length, last = (0, []) if asked.state is None else (asked.state.length, [asked.state.pending])
         self.before = [last + tokens for tokens in prompts]
-        self._read = sum(length + len(tokens) for tokens in prompts)
+        self._lengths = [length + len(tokens) for tokens in prompts]
+        self._read = sum(self._lengths)
         self._service, self._record, self._runs = service, record, list[Run]()
         record.read = self._read
         seed = None if asked.seed is None else asked.seed % 2**63
@@ -142,11 +143,9 @@ class Runs:
         }
 
     def _count_read(self, number: int, cached: int) -> None:
-        state, metrics = self.asked.state, self._service.metrics
-        whole = len(self.before[number]) + (0 if state is None else state.length - 1)
         self._record.cached += cached
-        metrics.cached.inc(cached)
-        metrics.read.inc(whole - cached)
+        self._service.metrics.cached.inc(cached)
+        self._service.metrics.read.inc(self._lengths[number] - cached)
 
     def _count(self, event: Drawn, last: float | None) -> float:
         now, metrics = time.monotonic(), self._service.metrics
