@@ -32,7 +32,7 @@ test-cuda: $(VENV)/installed
 
 # Compiles the Triton kernels for Ampere and Hopper by older versions of Triton, as older versions of PyTorch have them.
 test-tritons: $(VENV)/installed
-	for version in 3.6.0 3.7.1 3.8.0; do \
+	for version in 3.3.1 3.6.0 3.7.1 3.8.0; do \
 		$(BIN)/pip install -q --no-deps --target build/triton-$$version triton==$$version && \
 		PYTHONPATH=build/triton-$$version $(PYTEST) -n auto -m compilers -k "compiles_for and not 100" tests/ops || exit 1; \
 	done
