@@ -1,5 +1,6 @@
 """What holds for every operation on whole sequences: linear, diagonal, window and softmax attention."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -7,7 +8,10 @@ import torch
 from torch import Tensor
 
 from unrolled import linear_attention, softmax_attention, window_attention
-from unrolled.ops.gla import diagonal_linear_attention
+from unrolled.ops.delta import delta_rule, delta_rule_step
+from unrolled.ops.dplr import dplr, dplr_step
+from unrolled.ops.gla import diagonal_linear_attention, diagonal_linear_attention_step
+from unrolled.ops.linear import LinearState, linear_attention_step
 from unrolled.ops.packing import unpack
 
 
@@ -61,6 +65,41 @@ def test_strides_and_expanded_gradients_are_honoured(form):
 def test_inputs_of_mixed_types_are_promoted(form):
     q, k, v = torch.rand(1, 5, 1, 3), torch.rand(1, 5, 1, 3).double(), torch.rand(1, 5, 1, 3).bfloat16()
     assert form(q, k, v).dtype == torch.bfloat16
+
+
+def on_devices(T: int) -> list[tuple[str, Callable[..., object], dict[str, Tensor | LinearState]]]:
+    """List every operation that takes a state: the arguments whose devices it must check."""
+    x, row = torch.rand(1, T, 2, 4) / 4, torch.rand(1, T, 2)
+    kv, k_sum = torch.rand(1, 2, 4, 4), torch.rand(1, 2, 4)
+    linear_state = {"state": LinearState(kv, k_sum)}
+    qkv = {"q": x, "k": x, "v": x}
+    step = {name: y[:, 0] for name, y in qkv.items()}
+    return [
+        ("linear", partial(linear_attention, causal=True, return_state=True), qkv | linear_state),
+        ("linear step", linear_attention_step, step | linear_state),
+        ("gla", diagonal_linear_attention, qkv | {"log_decay": -x, "state": kv}),
+        ("gla step", diagonal_linear_attention_step, step | {"log_decay": -x[:, 0], "state": kv}),
+        ("delta", delta_rule, qkv | {"beta": row, "log_decay": -row, "state": kv}),
+        ("delta step", delta_rule_step, step | {"beta": row[:, 0], "state": kv}),
+        ("dplr", dplr, qkv | {"a": x, "b": x, "log_decay": -x, "state": kv}),
+        ("dplr step", dplr_step, step | {"a": x[:, 0], "b": x[:, 0], "log_decay": -x[:, 0], "state": kv}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments"), [pytest.param(f, x, id=name) for name, f, x in on_devices(3)]
+)
+def test_tensors_of_two_devices_are_refused(operation, arguments):
+    operation(**arguments)
+    for name, x in arguments.items():
+        moved = (
+            [x.to("meta")]
+            if isinstance(x, Tensor)
+            else [x._replace(**{field: getattr(x, field).to("meta")}) for field in x._fields]
+        )
+        for each in moved:
+            with pytest.raises(ValueError, match="is on "):
+                operation(**arguments | {name: each})
 
 
 @operators

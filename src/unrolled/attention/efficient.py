@@ -107,7 +107,7 @@ def causal_efficient_attention(
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
     if state is None:
         state = empty_state(k, v, dtype)
-    _check_state(state, (B, G, D, v.shape[3]), dtype)
+    _check_state(state, (B, G, D, v.shape[3]), dtype, k)
     kv, k_sum, k_max = state
     k = k.to(dtype)
     if key_padding_mask is not None:
@@ -147,7 +147,7 @@ def causal_efficient_attention_step(
     """One token of the recurrence: `q [B,H,D]`, `k [B,G,D]`, `v [B,G,M]` to `o [B,H,M]` and the new state."""
     check_step(q, k, v)
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
-    _check_state(state, (*k.shape, v.shape[2]), dtype)
+    _check_state(state, (*k.shape, v.shape[2]), dtype, k)
     k = k.to(dtype)
     k_max = torch.maximum(state.k_max, k.detach())
     log_decay = state.k_max - k_max
@@ -177,8 +177,8 @@ def empty_state(k: Tensor, v: Tensor, dtype: torch.dtype) -> EfficientState:
     return EfficientState(kv, k_sum, torch.full_like(k_sum, torch.finfo(dtype).min))
 
 
-def _check_state(state: EfficientState, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    check_state(state, sizes, dtype)
+def _check_state(state: EfficientState, sizes: tuple[int, ...], dtype: torch.dtype, tokens: Tensor) -> None:
+    check_state(state, sizes, dtype, tokens)
     if state.k_max.shape != sizes[:3]:
         raise ValueError(f"state.k_max has shape {shape(state.k_max)}, but must be {list(sizes[:3])}")
 

@@ -180,7 +180,7 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
         else:
             # Like `linear_attention_step`, but without the checks that the projections make redundant.
             sizes = (q.shape[0], self.n_kv_heads, self.feature_map.feature_dim, self.value_dim)
-            check_state(state, sizes, accumulation_dtype(q.dtype))
+            check_state(state, sizes, accumulation_dtype(q.dtype), q)
             phi: FeatureMap | None = self.feature_map
             if self.feature_map.positional:
                 q, k, phi = *self._features(heads), None

@@ -121,12 +121,15 @@ def check_attn_mask(mask: Tensor, sizes: tuple[int, ...]) -> None:
         )
 
 
-def check_state_tensor(name: str, x: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> None:
-    """Require a tensor of a state to have this shape and type."""
+def check_state_tensor(
+    name: str, x: Tensor, sizes: Sequence[int], dtype: torch.dtype, tokens: Tensor
+) -> None:
+    """Require a tensor of a state to have this shape and type, on the device of the tokens."""
     if not isinstance(x, Tensor):  # tested here to save a function call, since every step runs this check
         check_tensor(name, x)
     if x.shape != sizes or x.dtype != dtype:
         raise ValueError(f"{name} is {x.dtype} of shape {shape(x)}, but must be {dtype} {list(sizes)}")
+    check_device(name, x, tokens, "the tokens are")
 
 
 def check_log_decay(log_decay: Tensor, k: Tensor, axes: str) -> None:

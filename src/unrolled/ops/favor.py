@@ -127,8 +127,8 @@ def favor_attention(
     if state is not None:
         if cu_seqlens is not None:
             raise ValueError("state and cu_seqlens are both given, but only one of them may be")
-        check_state(state, (B, G, R, M), torch.float32)
-        check_state_tensor("state.log_scale", state.log_scale, (B, G), torch.float32)
+        check_state(state, (B, G, R, M), torch.float32, k)
+        check_state_tensor("state.log_scale", state.log_scale, (B, G), torch.float32, k)
         kv, k_sum, log_scale = state
     if key_padding_mask is not None:
         k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)

@@ -175,7 +175,7 @@ def _with_ones(v: Tensor) -> Tensor:
 def _joined(state: LinearState, q: Tensor, k: Tensor, v: Tensor) -> LinearState:
     """Append z to S, as `_with_ones` appends 1 to v."""
     sizes = (state.kv.shape[0], *k.shape[-2:], v.shape[-1])
-    check_state(state, sizes, accumulation_dtype(q.dtype, k.dtype, v.dtype))
+    check_state(state, sizes, accumulation_dtype(q.dtype, k.dtype, v.dtype), k)
     return LinearState(torch.cat([state.kv, state.k_sum.unsqueeze(-1)], dim=-1), state.k_sum)
 
 

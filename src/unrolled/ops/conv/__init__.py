@@ -135,6 +135,5 @@ def _check(
     dtype = accumulation_dtype(x.dtype, weight.dtype)
     if state is None:
         return x.new_zeros(sizes, dtype=dtype)
-    check_state_tensor("state", state, sizes, dtype)
-    check_device("state", state, x, "x is")
+    check_state_tensor("state", state, sizes, dtype, x)
     return state

@@ -16,7 +16,15 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import check_log_decay, check_qkv, check_state_tensor, check_step, may_read, wrong
+from unrolled.ops.checks import (
+    check_device,
+    check_log_decay,
+    check_qkv,
+    check_state_tensor,
+    check_step,
+    may_read,
+    wrong,
+)
 from unrolled.ops.delta import chunked, operator
 from unrolled.ops.delta.chunked import Inputs
 from unrolled.ops.masks import without_padding
@@ -163,9 +171,10 @@ def _check_rule(
 ) -> None:
     (*_, G, D), M = k.shape, v.shape[-1]
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
-    check_state_tensor("state", state, (rows, G, D, M), dtype)
+    check_state_tensor("state", state, (rows, G, D, M), dtype, k)
     if beta.shape != k.shape[:-1] or not beta.is_floating_point():
         raise wrong("beta", beta, f"floating point {list(k.shape)[:-1]} for k {list(k.shape)}")
+    check_device("beta", beta, k, "k is")
     if log_decay is not None:
         axes = "B, G" if k.dim() == 3 else "B, T, G"
         by_channel = isinstance(log_decay, Tensor) and log_decay.dim() == k.dim()

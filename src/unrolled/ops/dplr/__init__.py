@@ -11,7 +11,14 @@ Peng et al. 2025, "RWKV-7 'Goose' with Expressive Dynamic State Evolution" (arXi
 
 from torch import Tensor
 
-from unrolled.ops.checks import check_log_decay, check_qkv, check_state_tensor, check_step, wrong
+from unrolled.ops.checks import (
+    check_device,
+    check_log_decay,
+    check_qkv,
+    check_state_tensor,
+    check_step,
+    wrong,
+)
 from unrolled.ops.dplr import operator
 from unrolled.ops.dplr.chunked import Inputs
 from unrolled.ops.masks import without_padding
@@ -93,6 +100,7 @@ def _check_rule(
     for name, x in {"k": k, "a": a, "b": b}.items():
         if x.shape != q.shape or not x.is_floating_point():
             raise wrong(name, x, f"floating point {list(q.shape)} like q")
+        check_device(name, x, q, "q is")
     check_log_decay(log_decay, k, "[B, H, D]" if k.dim() == 3 else "[B, T, H, D]")
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
-    check_state_tensor("state", state, (rows, *k.shape[-2:], v.shape[-1]), dtype)
+    check_state_tensor("state", state, (rows, *k.shape[-2:], v.shape[-1]), dtype, k)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from unrolled.ops.checks import check_device, check_log_decay, check_qkv, check_state_tensor, check_step
+from unrolled.ops.checks import check_log_decay, check_qkv, check_state_tensor, check_step
 from unrolled.ops.gla import chunked, operator
 from unrolled.ops.gla.packed import Inputs
 from unrolled.ops.masks import without_padding
@@ -114,8 +114,7 @@ def diagonal_linear_attention_step(
     check_step(q, k, v)
     check_log_decay(log_decay, k, "[B, G, R]")
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
-    check_state_tensor("state", state, (*k.shape, v.shape[-1]), dtype)
-    check_device("state", state, k, "k is")
+    check_state_tensor("state", state, (*k.shape, v.shape[-1]), dtype, k)
     return operator.diagonal_linear_attention_step(q, k, v, log_decay, state)
 
 
@@ -168,8 +167,7 @@ def _run(
     sizes = (B if cu_seqlens is None else cu_seqlens.shape[0] - 1, *k.shape[2:], v.shape[3])
     if state is None:
         state = k.new_zeros(sizes, dtype=dtype)
-    check_state_tensor("state", state, sizes, dtype)
-    check_device("state", state, k, "k is")
+    check_state_tensor("state", state, sizes, dtype, k)
     if key_padding_mask is not None:
         k, v, log_decay = (without_padding(x, key_padding_mask) for x in (k, v, log_decay))
     q, k, v = promoted(q, k, v)

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from unrolled.ops.checks import (
-    check_device,
     check_key_padding_mask,
     check_log_decay,
     check_qkv,
@@ -188,8 +187,7 @@ def linear_attention_step(
     if feature_map is not None:
         R = feature_map.feature_dim
     _check_width(feature_map, D)
-    check_state(state, (B, G, R, M), accumulation_dtype(q.dtype, k.dtype, v.dtype))
-    check_device("state", state.kv, k, "k is")
+    check_state(state, (B, G, R, M), accumulation_dtype(q.dtype, k.dtype, v.dtype), k)
     if log_decay is not None:
         check_log_decay(log_decay, k, "[B, G]")
     o, kv, k_sum = kernels.linear_attention_step(Token(q, k, v, *state, log_decay), normalize, feature_map)
@@ -307,8 +305,7 @@ def _check_and_mask(
         check_log_decay(log_decay, k, "[B, S, G]")
     if state is not None:
         N = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        check_state(state, (N, *k.shape[2:], v.shape[3]), accumulation_dtype(q.dtype, k.dtype, v.dtype))
-        check_device("state", state.kv, k, "k is")
+        check_state(state, (N, *k.shape[2:], v.shape[3]), accumulation_dtype(q.dtype, k.dtype, v.dtype), k)
     if key_padding_mask is not None:
         nothing = 0.0 if feature_map is None else -math.inf  # every map that the operator applies makes it 0
         k, v = without_padding(k, key_padding_mask, nothing), without_padding(v, key_padding_mask)
@@ -316,10 +313,13 @@ def _check_and_mask(
     return k, v, log_decay
 
 
-def check_state(state: object, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Require a state with `kv` of `sizes` [B,G,R,M] and `k_sum` [B,G,R], both of this dtype."""
+def check_state(state: object, sizes: tuple[int, ...], dtype: torch.dtype, tokens: Tensor) -> None:
+    """Require a state with `kv` of `sizes` [B,G,R,M] and `k_sum` [B,G,R], both of this dtype.
+
+    They must be on the device of the tokens.
+    """
     kv, k_sum = getattr(state, "kv", None), getattr(state, "k_sum", None)
     if kv is None or k_sum is None:
         raise ValueError(f"state is a {type(state).__name__}, but must be a LinearState")
-    check_state_tensor("state.kv", kv, sizes, dtype)
-    check_state_tensor("state.k_sum", k_sum, sizes[:3], dtype)
+    check_state_tensor("state.kv", kv, sizes, dtype, tokens)
+    check_state_tensor("state.k_sum", k_sum, sizes[:3], dtype, tokens)
