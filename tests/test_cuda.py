@@ -106,11 +106,12 @@ def test_models(kind):
 
 
 SECTIONS = {"data": {}, "train": {}}
+CPU = torch.device("cpu")
 
 
 def of_recipe(name):
     own = {"axial_shape": [8, 8]} if name == "pixels" else {}
-    return DecoderConfig(vocab_size=256, **recipes.apply(name, SECTIONS | {"model": own}, [])["model"])
+    return DecoderConfig(vocab_size=256, **recipes.apply(name, SECTIONS | {"model": own}, [], CPU)["model"])
 
 
 @pytest.mark.parametrize("name", [name for name in recipes.RECIPES if name != "speech"])

@@ -48,7 +48,7 @@ def test_the_data_set_says_the_recipe(overrides: list[str], recipe: str, setting
 def test_bf16_is_for_machines_that_multiply_it(
     fast: bool, settings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processor, "multiplies_bf16", lambda: fast)
+    monkeypatch.setattr(processor, "multiplies_bf16", lambda device: fast)
     assert resolved(*settings).train.bf16 == fast
     assert resolved(*settings, "train.bf16=true").train.bf16
     assert not resolved(*settings, "model.recipe=classic").train.bf16

@@ -203,7 +203,7 @@ def _measured(
     If a run that may diverge does so, it has no measures, and the loss None.
     """
     run_dir, values = folder / trial.folder, _values(experiment, trial, folder, data_dir)
-    run = run_config.resolve(values)
+    run = run_config.resolve(values, device)
     first = run.dataset.batch("train", step=0, batch_size=run.train.batch_size, seed=run.train.seed)
     batch = fingerprint(first.inputs, first.targets)
     if before is not None:

@@ -1,13 +1,16 @@
 """Recipes: settings that were found to train well together, under one name.
 
 `model.recipe=small-lm` stands for the settings below, in all sections. Settings of the run override those of
-the recipe. Each data set has a default recipe. All recipes but `classic` train in bf16 where the machine
+the recipe. Each data set has a default recipe. All recipes but `classic` train in bf16 where the device
 multiplies bf16 matrices faster than fp32 ones.
 """
 
 from collections.abc import Collection, Mapping
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 Sections = Mapping[str, Mapping[str, Any]]
 
@@ -81,14 +84,16 @@ def names_for(kind: str) -> list[str]:
     return others.get(kind, ["classic"])
 
 
-def apply(name: str, sections: Sections, data_options: Collection[str]) -> dict[str, dict[str, Any]]:
+def apply(
+    name: str, sections: Sections, data_options: Collection[str], device: "torch.device"
+) -> dict[str, dict[str, Any]]:
     """Complete the sections of a run by a recipe; it only sets `data` options that the data set has."""
     own = {key: value for key, value in sections["model"].items() if key != "recipe"}
     recipe = RECIPES[name]
     if "train" in recipe:
         from unrolled.ops.processor import multiplies_bf16
 
-        recipe = {**recipe, "train": {"bf16": multiplies_bf16(), **recipe["train"]}}
+        recipe = {**recipe, "train": {"bf16": multiplies_bf16(device), **recipe["train"]}}
     settings = dict(recipe) | {"data": {k: v for k, v in recipe.get("data", {}).items() if k in data_options}}
     given = {**sections, "model": own}
     found = {section: _merged(settings.get(section, {}), given[section]) for section in given}

@@ -23,6 +23,7 @@ import yaml
 from unrolled import data
 from unrolled.bench.units import size
 from unrolled.cli import recipes
+from unrolled.cli._device import choose
 from unrolled.fields import field_types
 from unrolled.files import write_file
 from unrolled.folders import RUN_FILE
@@ -213,19 +214,21 @@ class Settings(NamedTuple):
     train: TrainConfig
 
 
-def resolve(values: Mapping[str, Any]) -> Run:
+def resolve(values: Mapping[str, Any], device: "torch.device | None" = None) -> Run:
     """Load the data set and make the configs. Fields of the model that follow from the data may be left out.
+
+    A recipe trains in bf16 where the device, by default that of `choose`, is made for it.
 
     Raises:
         ValueError: a key is unknown or missing, or a value is out of range.
     """
-    kind, options, fields_given, train = check(values)
+    kind, options, fields_given, train = check(values, device)
     dataset = data.load(**options)
     model = _model(kind, dataset, fields_given)
     return Run(_run_dir(values.get("run_dir"), dataset), dataset, kind, model, train)
 
 
-def check(values: Mapping[str, Any]) -> Settings:
+def check(values: Mapping[str, Any], device: "torch.device | None" = None) -> Settings:
     """Check all settings that can be checked without opening the data.
 
     Raises:
@@ -247,7 +250,7 @@ def check(values: Mapping[str, Any]) -> Settings:
         raise ValueError(f"model.recipe is {recipe!r}, but must be {wanted} for the model {kind.model_name}")
     data_options = [x.name for x in fields(cast(Any, dataset_type))]
     _check_keys("data.", sections["data"], ["name", *data_options])
-    sections = recipes.apply(recipe, sections, data_options=data_options)
+    sections = recipes.apply(recipe, sections, data_options, choose(None) if device is None else device)
     _check_keys("train.", sections["train"], list(field_types(TrainConfig)))
     fields_given = {key: value for key, value in sections["model"].items() if key != "name"}
     _check_keys("model.", fields_given, ["name", "recipe", *field_types(kind.config_type)])

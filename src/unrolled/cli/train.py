@@ -110,7 +110,8 @@ def train(
     training.keep_freed_memory()
     with joined() as processes:
         with processes.agreed():
-            run = run_config.resolve(run_config.read(config, overrides or [], data_dir))
+            where = choose(device)
+            run = run_config.resolve(run_config.read(config, overrides or [], data_dir), where)
 
             def made_before() -> bool:
                 found = contents(run.run_dir)
@@ -120,7 +121,6 @@ def train(
             if processes.first:
                 what = "a run of unrolled train with its checkpoint"
                 check_folder(run.run_dir, what, made_before, force=force)
-            where = choose(device)
             model = run.new_model(where)
             tracker = Tracker(wandb, run) if wandb is not None and processes.first and not dry_run else None
 

@@ -16,9 +16,11 @@ def description() -> str:
     return cpuinfo.read_text(errors="replace") if cpuinfo.exists() else platform.processor()
 
 
-def multiplies_bf16() -> bool:
-    """Whether products of bfloat16 matrices are faster than in fp32: on a GPU, or a CPU made for them."""
-    return torch.cuda.is_available() or not _BF16_FLAGS.isdisjoint(_words(description()))
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether a device is made for products of bfloat16 matrices: GPUs from Ampere on, and some CPUs."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and not _BF16_FLAGS.isdisjoint(_words(description()))
 
 
 def has_matrix_unit() -> bool:
