@@ -358,6 +358,7 @@ linear_triton.step(Token(q[:, 0], k[:, 0], v[:, 0], kv, k_sum, log_decay[:, 0]),
         (90, "bfloat16", 64, 0),
         (90, "bfloat16", 128, 48),
         (100, "float16", 128, 256),
+        (120, "float32", 64, 96),
     ],
 )
 def test_it_compiles_for_a_gpu_that_is_not_there(tmp_path, capability, dtype, width, spilled):

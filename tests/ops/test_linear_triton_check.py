@@ -71,6 +71,11 @@ def test_correct_kernels_pass_and_each_wrong_result_is_found(kind, dtype, flags)
         assert found is None if absent else found.startswith(f"makes a mistake in {name}, off by")
 
 
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_mistake():
+    # One feature that divides itself: the output does not depend on q.
+    assert mistake(call("backward", dtype=torch.bfloat16, R=1, M=8), PLAIN["backward"], example) is None
+
+
 def test_a_kernel_that_raises_is_a_mistake_unless_memory_runs_out():
     def fails(*arguments):
         raise AssertionError("operand does not dominate this use")
@@ -139,6 +144,15 @@ def test_kernels_that_are_required_are_never_replaced(monkeypatch, compiled):
             linear_triton.step(*calls()["step"])
     with pytest.warns(UserWarning, match="runs in plain PyTorch"):
         linear_triton.step(*calls()["step"])
+
+
+def test_known_faults_count_while_a_graph_is_recorded_but_nothing_runs(monkeypatch, compiled):
+    monkeypatch.setattr(check, "recording", lambda device: True)
+    assert check.trusted(call(), None, None)
+    assert not check._faults  # so the next use checks it
+    monkeypatch.setattr(check, "compiled_for", lambda device: (HOPPER, (3, 7, 1)))
+    with pytest.warns(UserWarning, match="beyond shared memory"):
+        assert not check.trusted(call(R=64), None, None)
 
 
 def test_nothing_is_checked_where_nothing_is_compiled():

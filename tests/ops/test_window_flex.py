@@ -118,12 +118,19 @@ def test_it_can_be_compiled_with_what_surrounds_it(arguments):
 
 
 def test_a_mask_is_made_once_per_window_and_few_are_kept():
-    window_flex._block_mask.cache_clear()
+    window_flex._kept_block_mask.cache_clear()
     for length in (*range(1, 40), 39):
-        window_flex._block_mask(3, 0, length, length, CPU)
-    statistics = window_flex._block_mask.cache_info()
+        window_flex._kept_block_mask(3, 0, length, length, CPU)
+    statistics = window_flex._kept_block_mask.cache_info()
     assert statistics.hits == 1
     assert statistics.currsize == statistics.maxsize == 16
+
+
+def test_a_mask_of_generation_serves_training_too():
+    with torch.inference_mode():
+        mask = window_flex._kept_block_mask(3, 0, 40, 40, CPU)
+    assert not mask.kv_indices.is_inference()
+    assert window_flex._kept_block_mask(3, 0, 40, 40, CPU) is mask
 
 
 def test_runs_on_cuda_only():

@@ -83,7 +83,12 @@ class Step:
         draws = draws.to(tokens.device, copy=True)
         memory = Memory(tokens.clone(), draws, seen, map_tensors(Tensor.clone, state))
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(tokens.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # torch's own stream for recording is shared by all threads, and stays on the first GPU that recorded.
+        stream = torch.cuda.Stream(tokens.device)
+        with (
+            torch.cuda.device(tokens.device),
+            torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+        ):
             self._advance_in_place(memory)
         self._graph, self._memory = graph, memory
 

@@ -9,7 +9,15 @@ from torch import Tensor
 from unrolled.ops.gla import triton_backward as backward_kernels
 from unrolled.ops.gla import triton_kernels as kernels
 from unrolled.ops.gla.packed import Inputs
-from unrolled.ops.triton.launch import Slots, block, blocks, launch, multiplies_from_memory, with_strides
+from unrolled.ops.triton.launch import (
+    Slots,
+    block,
+    blocks,
+    launch,
+    multiplies_from_memory,
+    recording,
+    with_strides,
+)
 
 CHUNK = 64
 LEVELS = CHUNK.bit_length() - 1
@@ -35,9 +43,16 @@ class Squares(NamedTuple):
     """int16, [levels, C, C]: [l, i, j] is -1, all bits, where the cut of a block lies between i and j."""
 
 
-@functools.cache
 def squares(device: torch.device) -> Squares:
-    """Make the matrices for chunks of CHUNK tokens."""
+    """Return the matrices for chunks of CHUNK tokens.
+
+    They are made once, but not while a CUDA graph is recorded: what is made then belongs to the graph.
+    """
+    return _squares.__wrapped__(device) if recording(device) else _squares(device)
+
+
+@functools.cache
+def _squares(device: torch.device) -> Squares:
     i, levels = torch.arange(CHUNK, device=device), torch.arange(LEVELS + 1, device=device)[:, None, None]
     row, column = i[:, None], i[None, :]
     right = (row >> levels) & 1 == 1

@@ -40,8 +40,16 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: ob
 
 
 def multiplies_from_memory(device: torch.device) -> bool:
-    """Whether tensor cores read factors from shared memory, as from Hopper on; tiles may be larger then."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether tensor cores read factors from shared memory, so that tiles may be larger.
+
+    They do on Hopper and on data-centre Blackwell (B200, B300), but not on GeForce RTX 50 (capability 12.0).
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def recording(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded, so that nothing runs yet."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def with_strides(x: Tensor | None) -> tuple[Tensor | None, tuple[int, ...] | None]:

@@ -55,7 +55,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     T, S = q.shape[1], k.shape[1]
     compiling = torch.compiler.is_compiling()  # flex is then compiled with the rest
     run = _compiled() if q.is_cuda and not compiling else _flex
-    make_mask = _block_mask.__wrapped__ if compiling else _block_mask
+    make_mask = _block_mask if compiling else _kept_block_mask
     segments = None if cu_seqlens is None else segment_ids(cu_seqlens, T)
     with without_autocast(q.device):
         o, lse = run(
@@ -86,6 +86,11 @@ def readable_blocks(left: int, right: int, T: int, S: int, device: torch.device)
 
 
 @lru_cache(maxsize=16)
+def _kept_block_mask(left: int, right: int, T: int, S: int, device: torch.device) -> "BlockMask":
+    with torch.inference_mode(False):  # a mask that was made for generation must serve training too
+        return _block_mask(left, right, T, S, device)
+
+
 def _block_mask(left: int, right: int, T: int, S: int, device: torch.device) -> "BlockMask":
     from torch.nn.attention.flex_attention import BlockMask
 
