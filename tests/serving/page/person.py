@@ -55,6 +55,14 @@ class Person:
         self.presses()
         return self.text()
 
+    def hears_of(self, tree: str) -> None:
+        """Another tab has changed the stored tree with this piece of JavaScript."""
+        self.browser.execute_script(
+            "const key = Object.keys(localStorage).find((key) => key.startsWith('unrolled:') && key.split(':').length === 3);"
+            f"const tree = JSON.parse(localStorage.getItem(key)); {tree};"
+            "localStorage.setItem(key, JSON.stringify(tree)); dispatchEvent(new StorageEvent('storage', { key }))"
+        )
+
     def resize(self, width: int, height: int) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
         self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)

@@ -2,6 +2,7 @@
 
 from browser import wait_for
 from selenium.webdriver import ActionChains, Keys
+from selenium.webdriver.support.ui import Select
 from serving.page.stub import LEVELS, SIDE
 
 IMAGES = "/v1/images/completions"
@@ -54,6 +55,37 @@ def test_an_image_is_drawn_by_keyboard_alone_and_drawn_on(person, stub):
     assert second[: len(first)] == first
     assert len(second) == 7 * SIDE
     assert any(second[len(first) :])
+
+
+def test_a_run_takes_no_focus_and_other_tabs_do_not_disturb_it(person, stub):
+    person.opens("book")
+    person.writes("One evening")
+    Select(person["model"]).select_by_value("digits")
+    stub.pause = 0.02
+    person["count"].send_keys(Keys.CONTROL, Keys.ENTER)
+    person.waits("running")
+    size = person["bytes"].text
+    person.hears_of("tree.pieces.pop()")
+    assert not person["model"].is_enabled()
+    assert person["bytes"].text == size
+    person.waits()
+    assert labels(person)[-1] == "Completion 8, 100 % drawn"
+    assert person.browser.switch_to.active_element == person["count"]
+    stub.pause = 0
+    person.all("#made button")[0].send_keys(Keys.CONTROL, Keys.ENTER)
+    wait_for(person.browser, lambda _: len(stub.bodies(IMAGES)) == 2)
+    person.waits()
+    assert person.browser.switch_to.active_element == person["draw"]  # that button is gone
+
+
+def test_images_of_another_model_are_taken_away(person):
+    person.opens("digits")
+    person.presses("draw")
+    for model in ("book", "digits"):
+        Select(person["model"]).select_by_value(model)
+    assert labels(person) == []
+    assert person["no-made"].is_displayed()
+    assert person["draw-status"].text == ""
 
 
 def test_a_broken_stream_leaves_the_rows_that_came(person, stub):

@@ -23,6 +23,9 @@ def test_a_key_is_asked_for_and_used(person, stub):
     stub.key = "secret"
     person.expected = ["401"]
     person.opens(until="failed")
+    person["key"].send_keys("sécret–1", Keys.ENTER)
+    person.waits_for_text("key-fault", "printable ASCII")  # a browser cannot send it
+    person["key"].clear()
     person["key"].send_keys("wrong", Keys.ENTER)
     person.waits_for_text("key-fault", "The key is missing or wrong.")
     person["key"].send_keys("secret", Keys.ENTER)

@@ -67,10 +67,36 @@ def test_files_that_are_no_state_of_the_model_are_refused(person, stub, tmp_path
     assert person.rows() == []
 
 
+def test_an_upload_can_be_stopped_and_tried_again(person, stub, tmp_path):
+    person.opens()
+    digest = MODELS["book"]["digest"]
+    path = tmp_path / "one.safetensors"
+    path.write_bytes(state_file(stub.keep(digest, "One"), digest, "One"))
+    person.browser.execute_script(
+        "window.real = fetch;"
+        "window.fetch = (path, { signal }) => new Promise((_, refuse) => signal.addEventListener('abort', () => refuse(signal.reason)))"
+    )
+    person["file"].send_keys(str(path))
+    person.waits("running")
+    assert not person["model"].is_enabled()  # the state is one of this model
+    person.presses()
+    assert person["status"].text == "Stopped."
+    person.browser.execute_script("window.fetch = () => Promise.reject(new TypeError('no network'))")
+    person["file"].send_keys(str(path))
+    person.waits_for_text("failure-text", "does not answer")
+    assert person["status"].text == ""
+    person.browser.execute_script("window.fetch = window.real")
+    person["try-again"].click()
+    person.waits_for_text("status", "is open")
+    assert len(person.rows()) == 1
+
+
 def test_a_download_of_a_forgotten_state_says_so(person, stub):
     person.opens()
-    person.writes("One evening")
+    text = person.writes("One evening")
     stub.states.clear()
     person.expected = ["404"]
+    person["text"].send_keys(" then")
     person["download"].click()
     wait_for(person.browser, lambda _: person["lost"].is_displayed())
+    assert person.text() == text + " then"

@@ -111,6 +111,24 @@ def test_write_it_again_makes_a_sibling_from_the_same_beginning(person, stub):
     assert all(word.startswith("… ") for word in words)  # they begin alike: shown is what the model wrote
 
 
+def test_what_is_typed_outlives_a_piece_that_is_written_again(person, stub):
+    person.opens()
+    first = person.writes("One evening")
+    for stub.error_after in (None, 0):
+        person["text"].send_keys(" my words")
+        before = person.text()
+        person.presses("again")
+        assert person.text().endswith(" my words")
+        assert (person.text() == before) == (stub.error_after == 0)
+        person.sets("text", person.text().removesuffix(" my words"))
+    assert person.text() != first
+    person.sets("text", "No" + person.text())
+    changed, sent = person.text(), len(stub.requests)
+    person.presses("again")  # the new piece could not be shown with this text
+    assert "changed further up" in person["failure-text"].text
+    assert (person.text(), len(stub.requests)) == (changed, sent)
+
+
 def test_a_reload_keeps_the_tree_and_the_place_in_it(person, stub):
     person.opens()
     person.writes("One evening")
@@ -154,6 +172,18 @@ def test_a_tree_of_another_tab_appears_in_this_one(person):
         if other:
             person.browser.close()
         person.browser.switch_to.window(first)
+
+
+def test_a_piece_that_another_tab_removes_stays_as_typed_text(person):
+    person.opens()
+    root = person.writes("One evening")
+    person.writes(" the sea")
+    person["text"].send_keys(" my words")
+    text = person.text()
+    person.hears_of("tree.pieces.pop(); tree.current = null")
+    assert person.text() == text
+    assert [row.get_attribute("aria-selected") for row in person.rows()] == ["true"]
+    assert f"reads {len(text) - len(root)} characters" in person["hint"].text
 
 
 def test_a_stopped_text_is_kept_and_read_again_by_the_next_piece(person, stub):
@@ -265,6 +295,22 @@ def test_what_a_forgotten_state_held_up_goes_on_after_it(person, stub):
     assert person.text().startswith(text + " then ")
 
 
+def test_text_that_was_changed_meanwhile_is_not_sent(person, stub):
+    person.opens()
+    text = person.writes("One evening")
+    stub.states.clear()
+    person.expected = ["404"]
+    person["text"].send_keys(" then")
+    person["go"].click()
+    wait_for(person.browser, lambda _: person["lost"].is_displayed())
+    person.waits()
+    person["text"].send_keys(" came a storm")
+    person.presses("reread")
+    assert person.text() == text + " then came a storm"
+    assert stub.bodies(TEXT)[-1]["prompt"] == text
+    assert person["status"].text.startswith("Read ")
+
+
 def test_a_request_that_fails_keeps_what_was_typed(person, stub):
     person.opens()
     text = person.writes("One evening")
@@ -313,6 +359,25 @@ def test_a_setting_out_of_range_is_named_and_nothing_is_sent(person, stub):
     }  # fmt: skip
     person.opens()  # the settings are remembered
     assert person["seed"].get_property("value") == "7"
+
+
+def test_line_ends_of_other_systems_are_recognised(person, stub, monkeypatch):
+    monkeypatch.setattr("serving.page.stub.WORDS", ["sea\r\n", "king\r"])
+    person.opens()
+    person.writes("One")
+    assert "goes on from its state" in person["hint"].text
+    backing = person["backing"].get_property("textContent")
+    assert backing == person.text() + "\u200b"
+    person.presses()
+    assert stub.bodies(TEXT)[-1]["prompt"] == ""
+    split = person.browser.execute_async_script(
+        "const done = arguments[0];"
+        "import(new URL('page/tree.js', location)).then(({ Tree }) => {"
+        "  const tree = new Tree(); const { id } = tree.add({ parent: null, written: 'sea\\r' });"
+        "  tree.add({ parent: id, written: '\\nking' });"
+        "  done(['sea\\nking!', 'sea\\nX', 'sea'].map((text) => tree.split(text)).map(({ base, typed }) => [base?.written, typed])); })"
+    )
+    assert split == [["\nking", "!"], ["sea\r", "X"], [None, "sea"]]
 
 
 def test_the_stored_tree_is_bounded(person):

@@ -1,9 +1,15 @@
 // A conversation in turns. Each request has all turns; the server finds the state after those that it has read already, so
-// it reads only the new turn.
+// it reads only the new turn. A conversation may begin with the state from a file.
 
 import { Refusal } from "./api.js";
 
 const $ = (id) => document.getElementById(id);
+
+/** The messages of the pieces of a path; a piece from a file has none. */
+const saidIn = (path) => path.filter((piece) => piece.file === null).flatMap(({ typed, written }) => [
+  { role: "user", content: typed },
+  { role: "assistant", content: written },
+]);
 
 export class ChatView {
   name = "chat";
@@ -14,18 +20,19 @@ export class ChatView {
 
   show(tree) {
     this.tree = tree;
-    $("turns").replaceChildren(...tree.path().flatMap((piece) => [this.turn("user", piece.typed), this.turn("assistant", piece.written)]));
-    $("no-turns").hidden = tree.current !== null;
+    const said = saidIn(tree.path());
+    $("turns").replaceChildren(...said.map((message) => this.turn(message)));
+    $("no-turns").hidden = said.length > 0;
     const again = tree.now !== null && tree.children(tree.current).length > 0;
     this.told?.(again ? "This turn has been answered before: another branch begins here." : "", again);
     this.rest();
   }
 
-  turn(role, text) {
+  turn({ role, content }) {
     const turn = Object.assign(document.createElement("li"), { className: role });
     turn.append(
       Object.assign(document.createElement("span"), { className: "who", textContent: role === "user" ? "You" : "Model" }),
-      Object.assign(document.createElement("p"), { textContent: text.trimStart() }),
+      Object.assign(document.createElement("p"), { textContent: content.trimStart() }),
     );
     return turn;
   }
@@ -36,18 +43,21 @@ export class ChatView {
 
   order(tree, base, typed) {
     if (!typed.trim()) throw new Refusal("Type a message first.");
-    const earlier = tree.path(base?.id ?? null).flatMap((piece) => [
-      { role: "user", content: piece.typed },
-      { role: "assistant", content: piece.written },
-    ]);
-    return { owner: null, body: { messages: [...earlier, { role: "user", content: typed }] } };
+    const path = tree.path(base?.id ?? null);
+    const owner = this.needs(path);
+    return { owner, body: { messages: [...saidIn(path), { role: "user", content: typed }], ...(owner && { state: owner.state }) } };
+  }
+
+  /** The piece of a path whose state is needed: that of a file, whose messages are unknown. */
+  needs(path) {
+    return path.find((piece) => piece.file !== null) ?? null;
   }
 
   begin(base, typed) {
-    const turns = this.tree.path(base?.id ?? null).flatMap((piece) => [this.turn("user", piece.typed), this.turn("assistant", piece.written)]);
-    this.answer = this.turn("assistant", "");
+    const turns = saidIn([...this.tree.path(base?.id ?? null), { typed, written: "", file: null }]).map((message) => this.turn(message));
+    this.answer = turns.at(-1);
     this.answer.classList.add("writing");
-    $("turns").replaceChildren(...turns, this.turn("user", typed), this.answer);
+    $("turns").replaceChildren(...turns);
     $("no-turns").hidden = true;
     this.field.value = "";
     this.field.readOnly = true;

@@ -50,6 +50,10 @@ export class Images {
     const [height, width, channels] = model.shape;
     this.pad.resize(height, width, channels);
     this.pad.example(5);
+    this.made = []; // those of another model have other sizes and levels
+    $("made").replaceChildren();
+    $("no-made").hidden = false;
+    $("draw-status").textContent = "";
     Object.assign($("rows"), { max: height - 1, min: 0, value: this.pad.rows });
     showNothing();
     this.changed();
@@ -65,8 +69,7 @@ export class Images {
     const busy = this.stop !== null;
     $("draw-label").textContent = busy ? "Stop" : "Complete it";
     $("draw-key").textContent = busy ? "Esc" : "Ctrl + Enter";
-    for (const id of ["model", "rows", "count", "clear"]) $(id).disabled = busy;
-    for (const button of $("drawing").querySelectorAll("#examples button, #made button")) button.disabled = busy;
+    $("model").disabled = busy;
     document.body.dataset.state = busy ? "running" : "ready";
   }
 
@@ -75,6 +78,7 @@ export class Images {
     const given = pad.ids(model.levels);
     const n = Math.min(16, Math.max(1, Math.round(Number($("count").value)) || 8));
     const body = { model: model.id, pixels: given, n, ...settings("image") };
+    if ($("made").contains(document.activeElement)) $("draw").focus(); // the button that has the focus disappears
     this.made = Array.from({ length: n }, (_, i) => this.figure(i, given));
     $("made").replaceChildren(...this.made.map(({ figure }) => figure));
     $("no-made").hidden = true;

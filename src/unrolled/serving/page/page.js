@@ -50,7 +50,12 @@ function again() {
 $("try-again").addEventListener("click", again);
 $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  setKey($("key").value.trim());
+  const key = $("key").value.trim();
+  if (!/^[\x20-\x7e]+$/.test(key)) {
+    $("key-fault").textContent = "A key is made of printable ASCII characters."; // a browser can send no others
+    return;
+  }
+  setKey(key);
   $("key").value = "";
   again();
 });

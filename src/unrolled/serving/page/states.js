@@ -21,10 +21,10 @@ async function describe(file) {
 }
 
 /** Upload the state in a file; return its metadata. Throws Refusal, also for a state of another model. */
-export async function upload(file, model) {
+export async function upload(file, model, signal) {
   const state = await describe(file);
   if (state.model !== model.digest) throw new Refusal(`${file.name} is a state of another model than ${model.id}, so this one cannot continue it.`);
-  await ask(`v1/states/${state.id}`, { method: "PUT", body: file, type: "application/octet-stream" });
+  await ask(`v1/states/${state.id}`, { method: "PUT", body: file, type: "application/octet-stream", signal });
   return state;
 }
 

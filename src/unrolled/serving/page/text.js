@@ -2,8 +2,8 @@
 // branch after the last piece that it does not change.
 
 import { Refusal } from "./api.js";
-import { textOf } from "./tree.js";
-import { firstWords, number, tokens } from "./words.js";
+import { shown, textOf } from "./tree.js";
+import { firstWords, number } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
 const characters = (text) => `${number(text.length)} character${text.length === 1 ? "" : "s"}`;
@@ -19,13 +19,10 @@ export class TextView {
     this.field.addEventListener("input", () => this.changed());
   }
 
-  show(tree) {
+  /** Show the text of a tree, or one that is being changed. */
+  show(tree, text = tree.text()) {
     this.tree = tree;
-    const [beginning] = tree.path();
-    const file = beginning?.file ?? null;
-    $("beginning").hidden = file === null;
-    if (file !== null) $("beginning").textContent = `Begins with a state from ${file}: ${tokens(beginning.length)} whose text is unknown.`;
-    this.field.value = tree.text();
+    this.field.value = text;
     this.changed();
   }
 
@@ -50,11 +47,18 @@ export class TextView {
   }
 
   paint(spans) {
-    $("backing").replaceChildren(...spans.filter(([, text]) => text).map(([className, text]) => Object.assign(document.createElement("span"), { className, textContent: text })), "\u200b");
+    const filled = spans.filter(([, text]) => text);
+    const texts = shown(filled.map(([, text]) => text));
+    $("backing").replaceChildren(...filled.map(([className], i) => Object.assign(document.createElement("span"), { className, textContent: texts[i] })), "\u200b");
   }
 
   draft() {
     return this.tree.split(this.field.value);
+  }
+
+  /** The piece of a path whose state is needed: the last one that has a state. */
+  needs(path) {
+    return path.findLast((piece) => piece.state) ?? null;
   }
 
   /** The request that continues a piece, with a state and the text after it; also returns the piece of this state. */
@@ -89,7 +93,7 @@ export class TextView {
     this.field.readOnly = false;
   }
 
-  /** Show the typed text again, after a run without a result. */
+  /** Show typed text after a piece. */
   restore(base, typed) {
     this.field.value = this.tree.text(base?.id ?? null) + typed;
     this.changed();

@@ -12,6 +12,9 @@ const makeId = () => Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte
 
 export const textOf = (piece) => piece.typed + piece.written;
 
+/** Texts that follow each other, with the line ends of a text area, which knows only \n. */
+export const shown = (texts) => texts.map((text, i) => (texts[i - 1]?.endsWith("\r") ? text.replace(/^\n/, "") : text).replace(/\r\n?/g, "\n"));
+
 export class Tree {
   constructor() {
     this.pieces = new Map(); // in the order in which they were made
@@ -46,15 +49,17 @@ export class Tree {
     return this.path(id).map(textOf).join("");
   }
 
-  /** The last piece of the current path that `text` still contains to its end, and the text after it. */
+  /** The last piece of the current path that `text`, from a text area, still contains to its end, and the text after it. */
   split(text) {
-    const whole = this.text();
+    const path = this.path();
+    const texts = shown(path.map(textOf));
+    const whole = texts.join("");
     let same = 0;
     while (same < whole.length && whole[same] === text[same]) same++;
     let base = null;
     let end = 0;
-    for (const piece of this.path()) {
-      const next = end + textOf(piece).length;
+    for (const [i, piece] of path.entries()) {
+      const next = end + texts[i].length;
       if (next > same) break;
       [base, end] = [piece, next];
     }

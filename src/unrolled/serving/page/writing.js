@@ -21,9 +21,13 @@ export class Writing {
     for (const [id, act] of Object.entries(buttons)) {
       $(id).addEventListener("click", () => $(id).getAttribute("aria-disabled") !== "true" && this.guard(act));
     }
-    $("file").addEventListener("change", () => this.guard(() => this.open()));
+    $("file").addEventListener("change", () => {
+      const [file] = $("file").files;
+      $("file").value = ""; // so that the same file can be chosen again
+      if (file) this.guard(() => this.open(file));
+    });
     document.addEventListener("keydown", (event) => this.key(event));
-    addEventListener("storage", (event) => event.key === this.place && this.follow());
+    addEventListener("storage", (event) => event.key === this.place && !$("writing").hidden && this.follow());
     addEventListener("pagehide", (event) => event.persisted || this.leave());
   }
 
@@ -62,33 +66,34 @@ export class Writing {
     $("again").textContent = view.words.again;
     $("fresh").textContent = view.words.fresh;
     showNothing();
-    this.reload();
+    this.tree = load(this.place);
+    this.show();
     this.view.rest();
   }
 
-  reload() {
-    const before = this.tree?.current;
-    this.tree = load(this.place);
-    if (this.tree.pieces.has(before)) this.tree.current = before; // changed by another tab: stay at the piece of this tab
-    if (!this.stop) this.show();
-  }
-
-  /** Show what another tab has stored, and keep what is typed in this one. */
+  /** Show what another tab has stored, but keep the place and the text of this one. */
   follow() {
-    const { base, typed } = this.view.draft();
-    this.reload();
-    if (!this.stop) this.view.restore(base, typed);
+    const path = this.tree.path();
+    this.tree = load(this.place);
+    this.tree.current = path.findLast((piece) => this.tree.pieces.has(piece.id))?.id ?? null;
+    if (!this.stop) this.refresh();
   }
 
   keep() {
     $("kept").textContent = keep(this.place, this.tree);
   }
 
-  show() {
+  /** Show everything again, but keep the text in the field. */
+  refresh() {
+    this.show(this.view.field.value);
+  }
+
+  show(text) {
     const { tree, model, view } = this;
     const { now } = tree;
     this.outline.show(tree);
-    view.show(tree);
+    view.show(tree, text);
+    this.showBeginning();
     showSize(model, now?.length ?? 0, now && !now.state && !now.lost ? "≈ " : "");
     this.showLost();
     $("tree").hidden = tree.pieces.size === 0;
@@ -96,10 +101,18 @@ export class Writing {
     this.enable();
   }
 
+  /** Say so if the text begins with the state from a file. */
+  showBeginning() {
+    const [beginning] = this.tree.path();
+    const file = beginning?.file ?? null;
+    $("beginning").hidden = file === null;
+    if (file !== null) $("beginning").textContent = `Begins with a state from ${file}: ${tokens(beginning.length)} whose text is unknown.`;
+  }
+
   /** Say so if the server has dropped the state that is needed next. */
   showLost() {
-    const nearest = this.view.name === "text" ? this.tree.path().findLast((piece) => piece.state) : null;
-    this.missing = nearest?.lost ? nearest : null;
+    const needed = this.view.needs(this.tree.path());
+    this.missing = needed?.lost ? needed : null;
     $("lost").hidden = !this.missing;
     if (!this.missing) return;
     const { file } = this.missing;
@@ -162,13 +175,17 @@ export class Writing {
     return this.run(base, typed);
   }
 
-  /** Let the model write the current piece again, after the same typed text. */
+  /** Let the model write the current piece again, after the same typed text. What is typed after the piece stays. */
   again() {
     const { now, pieces } = this.tree;
-    return this.run(pieces.get(now.parent) ?? null, now.typed);
+    const { base, typed } = this.view.draft();
+    const changed = base !== now;
+    if (changed && !this.tree.text().startsWith(this.view.field.value)) throw new Refusal("The text is changed further up. Continue from it, or choose this piece in the history to write it again.");
+    return this.run(pieces.get(now.parent) ?? null, now.typed, changed ? "" : typed);
   }
 
-  async run(base, typed) {
+  /** Continue after a piece and typed text; `draft` is text for the field after a run that writes a piece again. */
+  async run(base, typed, draft = null) {
     const { view, model } = this;
     const { owner, body } = view.order(this.tree, base, typed);
     const request = { model: model.id, ...body, ...settings("text"), keep: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
@@ -195,7 +212,7 @@ export class Writing {
     const kept = run.written !== "" || (run.state !== null && typed !== "");
     if (kept) this.add(base, typed, run, run.finish);
     this.keep();
-    this.finish(run, base, typed, kept);
+    this.finish(run, kept, base, typed, draft);
   }
 
   add(base, typed, { written, state, usage, count }, finish) {
@@ -207,16 +224,18 @@ export class Writing {
   }
 
   /** Show the result of a run, and how it ended. */
-  finish({ finish, state, count, failure }, base, typed, kept) {
+  finish({ finish, state, count, failure }, kept, base, typed, draft) {
     this.show();
-    if (!kept) this.view.restore(base, typed);
+    if (draft !== null) this.view.restore(this.tree.now, draft);
+    else if (!kept) this.view.restore(base, typed);
     this.view.rest();
     const end = ENDS[finish] ?? "";
     const unkept = kept && !state ? " No state was kept: the next piece reads this one again." : "";
     this.say(failure ? (kept ? ENDS.broken : "") : `${end} ${tokens(count)} written.${unkept}`.trim());
     if (!failure) return;
     if (failure.code !== "unknown_state" || !this.missing) throw failure;
-    this.resume = () => this.run(base, typed);
+    const { value } = this.view.field; // an action on a text that was changed since is not repeated
+    this.resume = () => this.view.field.value === value && this.run(base, typed, draft);
   }
 
   // --- states ----------------------------------------------------------------------------------------------------------
@@ -224,32 +243,41 @@ export class Writing {
   /** Let the model read a text again whose state is lost, and then repeat the action that needed the state. */
   async reread() {
     const piece = this.missing;
-    const control = new AbortController();
-    const { base, typed } = this.view.draft();
     const body = { model: this.model.id, ...this.view.orderAgain(this.tree, piece) };
-    this.stop = () => control.abort();
-    this.say("Reading the text again.");
-    this.enable();
-    try {
-      const answer = await askJson(this.view.path, { method: "POST", json: body, signal: control.signal });
+    const done = await this.wait("Reading the text again.", async (signal) => {
+      const answer = await askJson(this.view.path, { method: "POST", json: body, signal }).catch((error) => {
+        if (error.code === "unknown_state") this.tree.path(piece.id)[0].lost = true; // the text began with a file
+        throw error;
+      });
       const state = answer.state ?? answer.choices?.[0]?.state;
       if (!state) throw new Refusal("The server read the text, but kept no state.");
-      Object.assign(piece, { state, lost: false, length: answer.usage?.prompt_tokens ?? piece.length });
-      this.say(`Read ${tokens(piece.length)} again.`);
-      this.view.field.focus(); // the button disappears
-    } catch (error) {
-      if (control.signal.aborted) return this.say("Stopped.");
-      if (error.code === "unknown_state") this.tree.path(piece.id)[0].lost = true; // the text began with a file
-      throw error;
-    } finally {
-      this.stop = null;
-      this.keep();
-      this.show();
-      this.view.restore(base, typed);
-    }
+      return Object.assign(piece, { state, lost: false, length: answer.usage?.prompt_tokens ?? piece.length });
+    });
+    if (!done) return;
+    this.say(`Read ${tokens(piece.length)} again.`);
+    this.view.field.focus(); // the button has disappeared
     const { resume } = this;
     this.resume = null;
     if (resume) await resume();
+  }
+
+  /** Wait for a request, `act(signal)`, that the user can stop; then the result is null. What is typed stays. */
+  async wait(doing, act) {
+    const control = new AbortController();
+    this.stop = () => control.abort();
+    this.say(doing);
+    this.enable();
+    try {
+      return await act(control.signal);
+    } catch (error) {
+      this.say(control.signal.aborted ? "Stopped." : "");
+      if (!control.signal.aborted) throw error;
+      return null;
+    } finally {
+      this.stop = null;
+      this.keep();
+      this.refresh();
+    }
   }
 
   async download() {
@@ -261,16 +289,13 @@ export class Writing {
       if (error.code !== "unknown_state" || this.view.name !== "text") throw error;
       now.lost = true;
       this.keep();
-      this.show();
+      this.refresh();
     }
   }
 
-  async open() {
-    const [file] = $("file").files;
-    $("file").value = ""; // so that the same file can be chosen again
-    if (!file) return;
-    this.say(`Opening ${file.name}.`);
-    const state = await upload(file, this.model);
+  async open(file) {
+    const state = await this.wait(`Opening ${file.name}.`, (signal) => upload(file, this.model, signal));
+    if (!state) return;
     const known = Array.from(this.tree.pieces.values()).find((piece) => piece.state === state.id);
     if (known) {
       known.lost = false;
