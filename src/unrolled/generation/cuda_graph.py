@@ -84,7 +84,7 @@ class Step:
         memory = Memory(tokens.clone(), draws, seen, map_tensors(Tensor.clone, state))
         graph = torch.cuda.CUDAGraph()
         # torch's own stream for recording is shared by all threads, and stays on the first GPU that recorded.
-        stream = torch.cuda.Stream(tokens.device)
+        stream = torch.cuda.Stream(tokens.device)  # type: ignore[no-untyped-call]
         with (
             torch.cuda.device(tokens.device),
             torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
