@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 from browser import (
+    CHARACTERS,
+    IDS,
     IMAGE,
     TEXT,
     WIDTHS,
@@ -39,6 +41,40 @@ def test_text_of_200_tokens_is_what_pytorch_writes(browser, address, models):
     shown = browser.find_element("css selector", ".model.linear .made").text
     assert shown.startswith("Kéy")
     assert "Done after 200 tokens" in browser.find_element("id", "status").text
+
+
+def test_a_model_writes_up_to_the_end_of_its_document(browser, address, models):
+    opened(browser, address)
+    prompt = [CHARACTERS.index(character) for character in "Kéy"]
+    expected = {name: greedy(models[name][0], prompt, 60) for name in ("text-linear", "text-softmax")}
+    end = next(x for x in expected["text-linear"][5:] if x not in expected["text-softmax"])
+    browser.execute_script(
+        "const { Engine } = await import(new URL('engine.js', location)); const load = Engine.load;"
+        "Engine.load = async function (...given) {"
+        f"  const engine = await load.apply(this, given); engine.vocabulary.end = {end}; return engine; }};"
+    )
+    browser.find_element("css selector", f"input[value='{TEXT}']").click()
+    wait_for(browser, lambda _: state(browser) == "ready")
+    set_value(browser, "prompt", "Kéy")
+    set_value(browser, "count", "60")
+    set_value(browser, "temperature", "0")
+    made = run(browser)
+    length = expected["text-linear"].index(end) + 1
+    assert made["text-linear"]["ids"] == expected["text-linear"][:length]
+    assert made["text-softmax"]["ids"] == expected["text-softmax"]
+    assert browser.find_element("id", "status").text == f"Done after {length} and 60 tokens."
+
+
+def test_the_limits_are_those_of_every_model(browser, address):
+    opened(browser, address, IDS)
+    set_value(browser, "prompt", "")
+    assert "a model here needs a prompt" in browser.find_element("id", "prompt-fault").text
+    set_value(browser, "prompt", "1 " * 17)
+    assert "a model here learned 16 positions." in browser.find_element("id", "prompt-fault").text
+    set_value(browser, "prompt", "1 2 3")
+    made = run(browser)
+    assert [len(result["ids"]) for result in made.values()] == [14] * 3
+    assert "A model here learned 16 positions, and all" in browser.find_element("id", "status").text
 
 
 def test_an_image_drawn_by_pointer_is_completed_as_pytorch_completes_it(browser, address, models):
@@ -163,6 +199,20 @@ def test_a_run_can_be_stopped(browser, address):
     browser.find_element("id", "run").click()
     wait_for(browser, lambda _: state(browser) == "ready")
     assert browser.find_element("id", "status").text.startswith("Stopped after")
+
+
+def test_a_run_that_reads_a_long_prompt_can_be_stopped(browser, address):
+    opened(browser, address, TEXT)
+    set_value(browser, "prompt", "n" * 20_000)
+    browser.execute_script(
+        "const { Engine } = await import(new URL('engine.js', location)); const call = Engine.prototype.call;"
+        "window.calls = 0; Engine.prototype.call = function (...given) {"
+        "  if (++window.calls === 3) document.getElementById('run').click();"
+        "  return call.apply(this, given); };"
+    )
+    run(browser)
+    assert browser.execute_script("return window.calls") == 3
+    assert browser.find_element("id", "status").text == "Stopped after 0 tokens."
 
 
 def test_a_prompt_may_change_during_a_run(browser, address):

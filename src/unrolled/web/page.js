@@ -58,12 +58,16 @@ async function start() {
   await show(first);
 }
 
+function findRuntimes() {
+  runtimes ??= Runtimes.find();
+  runtimes.catch(() => (runtimes = undefined)); // choosing the group again tries again
+  return runtimes;
+}
+
 function load(entry, onBytes) {
   if (!loaded.has(entry.name)) {
-    runtimes ??= Runtimes.find();
-    runtimes.catch(() => (runtimes = undefined)); // choosing the group again tries again
     const kind = entry.kind === "speech" ? Transcriber : Engine;
-    const engine = runtimes.then((found) => kind.load(`models/${entry.name}`, found, onBytes));
+    const engine = findRuntimes().then((found) => kind.load(`models/${encodeURIComponent(entry.name)}`, found, onBytes));
     engine.catch(() => loaded.delete(entry.name));
     loaded.set(entry.name, engine);
   }
@@ -80,7 +84,8 @@ async function show(name) {
   $("loading").hidden = false;
   $("demo").hidden = !group;
   $("progress").value = 0;
-  const expected = entries.reduce((sum, entry) => sum + entry.bytes, 0) + (await fetchJson("runtime/runtime.json")).bytes;
+  const missing = entries.filter((entry) => !loaded.has(entry.name));
+  const expected = missing.reduce((sum, entry) => sum + entry.bytes, (await findRuntimes()).missing);
   let come = 0;
   const onBytes = (n) => ($("progress").value = Math.min(1, (come += n) / expected));
   const results = await Promise.allSettled(entries.map((entry) => load(entry, onBytes)));
@@ -206,7 +211,7 @@ function prepare() {
       pad.example(5);
     }
     $("rows").max = height - 1;
-    $("rows").min = engine.manifest.start_token === null ? 1 : 0;
+    $("rows").min = needsPrompt() ? 1 : 0;
     $("rows").value = pad.rows;
   } else {
     $("prompt").value = vocabulary.opening();
@@ -217,6 +222,12 @@ function prepare() {
   }
 }
 
+/** Whether a model of the group cannot begin without a prompt. */
+const needsPrompt = () => group.models.some(({ engine }) => engine.manifest.start_token === null);
+
+/** The fewest positions that a model of the group learned. */
+const positions = () => Math.min(...group.models.map(({ engine }) => engine.manifest.max_positions ?? Infinity));
+
 /** Return the ids for the models and the number of tokens to add, or throw a Failure with the reason. */
 function order() {
   const [{ engine, vocabulary }] = group.models;
@@ -225,12 +236,12 @@ function order() {
     return { prompt, count: pad.ink.length - prompt.length };
   }
   const prompt = vocabulary.encode($("prompt").value);
-  if (!prompt.length && engine.manifest.start_token === null) throw new Failure("Type a few characters: this model needs a prompt.");
+  if (!prompt.length && needsPrompt()) throw new Failure("Type a few characters: a model here needs a prompt.");
   const wrong = prompt.find((id) => id >= engine.manifest.vocab_size);
   if (wrong !== undefined) throw new Failure(`The model has the token ids 0 to ${engine.manifest.vocab_size - 1}, not ${wrong}.`);
   if (prompt.length > LONGEST) throw new Failure(`The prompt is too long: ${prompt.length} tokens, where this page reads ${LONGEST} at most.`);
   const room = Math.min(...group.models.map((model) => model.engine.room(prompt.length)));
-  if (room < 1) throw new Failure(`The prompt is too long: these models learned ${engine.manifest.max_positions} positions.`);
+  if (room < 1) throw new Failure(`The prompt is too long: a model here learned ${positions()} positions.`);
   return { prompt, count: Math.min(Math.max(1, Math.round(Number($("count").value)) || 1), room, LONGEST), room };
 }
 
@@ -269,13 +280,13 @@ async function run() {
   if (!group.incomplete) $("failure").hidden = true; // of an earlier run
   const { prompt, count, room } = group.order;
   const seed = Number($("seed").value) >>> 0;
+  let stopped = false;
   let going = group.models.map((model) => {
     const settings = { ...model.engine.manifest.sampling, temperature: Number($("temperature").value) };
     model.read = model.vocabulary.reader();
     model.text = "";
-    return { model, tokens: generate(model.engine, prompt, count, settings, seed) };
+    return { model, tokens: generate(model.engine, prompt, count, settings, seed, () => stopped) };
   });
-  let stopped = false;
   stop = () => (stopped = true);
   setState("running");
   const label = $("run").textContent;
@@ -306,8 +317,10 @@ async function run() {
     for (const model of group.models) window.unrolled.runs[model.name] = { prompt, ids: model.ids, bytes: model.bytes };
   }
   paint(true);
-  const bound = room === count ? ` These models learned ${group.models[0].engine.manifest.max_positions} positions, and all of them are used.` : "";
-  $("status").textContent = `${stopped ? "Stopped" : "Done"} after ${group.models[0].ids.length} tokens.${bound}`;
+  const counts = group.models.map((model) => model.ids.length);
+  const said = new Set(counts).size > 1 ? counts.join(" and ") : counts[0];
+  const bound = Math.max(...counts) === room ? ` A model here learned ${positions()} positions, and all of them are used.` : "";
+  $("status").textContent = `${stopped ? "Stopped" : "Done"} after ${said} tokens.${bound}`;
   if (document.body.dataset.state === "running") setState("ready"); // but not while another group is loading
 }
 
