@@ -193,12 +193,17 @@ def test_the_seed_decides_what_is_drawn(browser, address):
 
 def test_a_run_can_be_stopped(browser, address):
     opened(browser, address, TEXT)
+    set_value(browser, "prompt", "n\n" * 60)
     set_value(browser, "count", "20000")
+    box = browser.find_element("css selector", ".made p")
+    assert int(box.get_property("scrollTop")) > 0
     browser.find_element("id", "run").click()
+    browser.execute_script("arguments[0].scrollTop = 0", box)  # to read what is above
     wait_for(browser, lambda _: "–" not in browser.find_element("css selector", ".time").text)
     browser.find_element("id", "run").click()
     wait_for(browser, lambda _: state(browser) == "ready")
     assert browser.find_element("id", "status").text.startswith("Stopped after")
+    assert box.get_property("scrollTop") == 0
 
 
 def test_a_run_that_reads_a_long_prompt_can_be_stopped(browser, address):
@@ -228,6 +233,17 @@ def test_a_prompt_may_change_during_a_run(browser, address):
     assert not browser.find_element("id", "run").is_enabled()
     assert "Type a few characters" in browser.find_element("id", "prompt-fault").text
     assert not browser.find_element("id", "failure").is_displayed()
+
+
+def test_the_rows_shown_are_those_of_the_slider(browser, address):
+    opened(browser, address)
+    browser.execute_script(
+        "const { Engine } = await import(new URL('engine.js', location));"
+        "Engine.prototype.call = () => new Promise(() => {})"  # a run without end
+    )
+    browser.find_element("id", "run").click()
+    set_value(browser, "rows", "2")
+    assert browser.find_element("id", "rows-shown").text == "2 of 8"
 
 
 def test_the_temperature_of_the_export_is_the_default(browser, models, tmp_path):
@@ -283,6 +299,39 @@ def test_a_prompt_that_the_model_cannot_read_is_refused(browser, address):
     assert browser.find_element("id", "run").is_enabled()
 
 
+def test_a_number_that_cannot_be_used_is_refused(browser, address):
+    opened(browser, address, TEXT)
+    refused = {"count": ["", "-5", "2.7"], "seed": ["", "-1", "4294967296"]}
+    for field, label in {"count": "Characters to write: ", "seed": "Seed: "}.items():
+        for value in refused[field]:
+            set_value(browser, field, value)
+            assert browser.find_element("id", f"{field}-fault").text.startswith(label)
+            assert not browser.find_element("id", "run").is_enabled()
+            set_value(browser, field, "3")
+            assert browser.find_element("id", f"{field}-fault").text == ""
+            assert browser.find_element("id", "run").is_enabled()
+
+
+def test_models_and_their_layers_are_told_apart(browser, address):
+    opened(browser, address, IDS)
+    set_value(browser, "count", "5")
+    run(browser)
+    lines = browser.execute_script(
+        "const style = (line) => { const { stroke, strokeDasharray } = getComputedStyle(line);"
+        "  return stroke + strokeDasharray; };"
+        "return Array.from(document.querySelectorAll('#charts figure:first-child polyline'), style)"
+    )
+    assert len(set(lines)) == 3
+    layers = browser.find_elements("css selector", "#layer option")
+    assert [layer.text for layer in layers] == ["1", "2", "3"]
+    shown = []
+    for layer in layers:
+        layer.click()
+        captions = browser.find_elements("css selector", "#memories figcaption")
+        shown.append(["φ(q)" in caption.text for caption in captions])
+    assert shown == [[True, True, True], [True, True, False], [False, False, True]]
+
+
 def test_pictures_show_the_state(browser, address):
     opened(browser, address, TEXT)
 
@@ -328,7 +377,7 @@ def test_the_policy_forbids_other_hosts(browser, address):
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("group", [IMAGE, TEXT])
+@pytest.mark.parametrize("group", [IMAGE, TEXT, IDS])
 def test_it_fits_and_is_accessible(browser, address, axe, group, width, theme, tmp_path):
     features = [{"name": "prefers-color-scheme", "value": theme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
@@ -339,6 +388,15 @@ def test_it_fits_and_is_accessible(browser, address, axe, group, width, theme, t
     run(browser)
     (tmp_path / f"{width}-{theme}.png").write_bytes(browser.get_screenshot_as_png())
     assert_fits_and_is_accessible(browser, axe, width)
+
+
+def test_the_chosen_group_is_seen_in_forced_colours(browser, address):
+    features = [{"name": "forced-colors", "value": "active"}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    opened(browser, address)
+    style = "Array.from(document.querySelectorAll('#groups label'), (label) => getComputedStyle(label).outlineStyle)"
+    assert browser.execute_script(f"return {style}") == ["solid", "none", "none"]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
 def test_the_order_of_focus_follows_the_page(browser, address):
