@@ -20,7 +20,7 @@ from unrolled.generation import generate
 CHARACTERS = sorted("\n abcdefghijklmnopqrstuvwxyzKINGWé")
 WIDTHS = {"desktop": (1280, 900), "phone": (360, 740)}
 
-IMAGE, TEXT = "8 × 8 pixels", "verse"
+IMAGE, TEXT, IDS = "8 × 8 pixels", "verse", "Token ids"
 
 AXE_VERSION = "4.14.1"
 AXE_SHA256 = "29348999450cdf2849a8e70b7912fc2da85a849da39c0d0d5394f51d4a9ed95c"

@@ -294,6 +294,17 @@ def test_models_of_one_vocabulary_stand_side_by_side():
     assert [entry["transformer"] for entry in entries[5:8]] == [True, False, True]
 
 
+def test_models_of_other_numbers_of_ids_do_not_stand_side_by_side(runtime, tmp_path):
+    runs = {}
+    for name, size in (("few", 5), ("many", 6), ("few-too", 5)):
+        runs[name] = tmp_path / name
+        Decoder(DecoderConfig(size, d_model=8, n_layers=1, n_heads=2, max_length=16)).save(runs[name])
+        (runs[name] / "vocabulary.json").write_text('{"kind": "ids"}')
+    web.write_site(runs, tmp_path / "page", runtime=runtime)
+    entries = json.loads((tmp_path / "page" / "models.json").read_text())
+    assert [entry["group"] for entry in entries] == ["Token ids", "Token ids: many", "Token ids"]
+
+
 def test_the_server_is_local_and_has_the_mime_types_of_modules(tmp_path):
     (tmp_path / "a.mjs").write_text("")
     (tmp_path / "a.wasm").write_text("")

@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def small_model(seed: int, **config: object) -> Decoder:
     """Make a model that is untrained, but sure of itself, and does not soon repeat one token."""
     torch.manual_seed(seed)
-    model = Decoder(DecoderConfig(d_model=32, n_layers=2, n_heads=2, **config)).eval()
+    model = Decoder(DecoderConfig(**{"d_model": 32, "n_layers": 2, "n_heads": 2, **config})).eval()
     with torch.no_grad():
         for x in model.parameters():
             if x.dim() == 2:
@@ -41,19 +41,26 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Decoder,
     """Models and the folders they are saved in, by name."""
     image = {"vocab_size": 17, "start_token": True, "max_length": 64}
     text = {"vocab_size": len(CHARACTERS), "positions": "sinusoidal"}
+    ids = {"vocab_size": 32}
+    mixed = {"n_layers": 3, "attention": ["linear", "window", "linear"], "positions": "sinusoidal"}
     made = {
         "image-linear": small_model(0, **image),
         "text-linear": small_model(1, **text),
         "text-softmax": small_model(2, **text, attention="softmax"),
+        "ids-endless": small_model(3, **ids, start_token=True, positions="sinusoidal"),
+        "ids-learned": small_model(4, **ids, max_length=16),
+        "ids-mixed #3, 50%": small_model(5, **ids, **mixed),
+    }
+    kinds = {
+        "image": {"kind": "image", "shape": [8, 8]},
+        "text": {"kind": "text", "characters": CHARACTERS, "data": "verse"},
+        "ids": {"kind": "ids"},
     }
     found = {}
     for name, model in made.items():
         run = tmp_path_factory.mktemp(name)
         model.save(run)
-        kind = {"kind": "image", "shape": [8, 8]} if name.startswith("image") else {"kind": "text"}
-        kind["characters"] = None if name.startswith("image") else CHARACTERS
-        kind["data"] = None if name.startswith("image") else "verse"
-        (run / "vocabulary.json").write_text(json.dumps(kind))
+        (run / "vocabulary.json").write_text(json.dumps(kinds[name.split("-")[0]]))
         found[name] = model, run
     return found
 

@@ -1,11 +1,15 @@
 """Whatever goes wrong, the page says what."""
 
 import json
+import os
 import shutil
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 from browser import IMAGE, TEXT, opened, served, state, wait_for
+
+from unrolled.cli import _page
 
 
 @pytest.fixture
@@ -80,6 +84,34 @@ def test_what_failed_is_tried_again_when_it_is_chosen_again(browser, copy):
             browser.find_element("css selector", f"input[value='{group}']").click()
             wait_for(browser, lambda _: state(browser) == "ready")
         assert len(browser.find_elements("css selector", ".model")) == 2
+
+
+def test_what_was_loaded_needs_no_server(browser, site):
+    def choose(group):
+        browser.find_element("css selector", f"input[value='{group}']").click()
+        wait_for(browser, lambda _: state(browser) != "loading")
+        assert state(browser) == "ready"
+
+    with served(site) as address:
+        opened(browser, address)
+        browser.execute_script(
+            "const bar = document.getElementById('progress'); window.seen = [];"
+            "new MutationObserver(() => seen.push(bar.value)).observe(bar, { attributes: true })"
+        )
+        choose(TEXT)
+        assert browser.execute_script("return Math.max(...seen)") == 1  # the runtime was there
+    choose(IMAGE)
+
+
+def test_a_page_that_was_exported_again_is_seen(browser, copy, monkeypatch):
+    monkeypatch.setattr(_page._Quiet, "end_headers", SimpleHTTPRequestHandler.end_headers)  # no Cache-Control
+    os.utime(copy / "models.json", (0, 0))  # so old that a browser does not ask for it again
+    entries = json.loads((copy / "models.json").read_text())
+    with served(copy) as address:
+        opened(browser, address)
+        (copy / "models.json").write_text(json.dumps([{**entries[0], "title": "New"}, *entries[1:]]))
+        opened(browser, address)
+        assert browser.find_element("css selector", ".model h2").text == "New"
 
 
 def test_a_page_without_its_script_says_what_it_needs(browser, copy):

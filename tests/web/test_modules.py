@@ -109,7 +109,14 @@ def test_byte_pairs_are_those_of_the_library(javascript):
     alphabet = "ab 's\n\t1.,é注🙂\u00a0\u0301ǅªⅧ²\u3000_'LLd\ufeff\u0085"
     draw = random.Random(0)
     texts = ["".join(draw.choices(alphabet, k=draw.randrange(30))) for _ in range(300)]
-    texts += ["".join(map(story, range(50))), "", " ", "<|endoftext|>", "it's we'LL  x\n\n\n y "]
+    texts += [
+        "".join(map(story, range(50))),
+        "".join(draw.choices("aehinst", k=20_000)),
+        "",
+        " ",
+        "<|endoftext|>",
+        "it's we'LL  x\n\n\n y ",
+    ]
     expected = [tokenizer.encode(text) for text in texts]
     made = "new module.Vocabulary({ kind: 'tokenizer', tokenizer: x.tokenizer })"
     given = {"tokenizer": tokenizer.to_json(), "texts": texts, "ids": expected}

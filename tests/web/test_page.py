@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 from browser import (
+    CHARACTERS,
+    IDS,
     IMAGE,
     TEXT,
     WIDTHS,
@@ -39,6 +41,40 @@ def test_text_of_200_tokens_is_what_pytorch_writes(browser, address, models):
     shown = browser.find_element("css selector", ".model.linear .made").text
     assert shown.startswith("Kéy")
     assert "Done after 200 tokens" in browser.find_element("id", "status").text
+
+
+def test_a_model_writes_up_to_the_end_of_its_document(browser, address, models):
+    opened(browser, address)
+    prompt = [CHARACTERS.index(character) for character in "Kéy"]
+    expected = {name: greedy(models[name][0], prompt, 60) for name in ("text-linear", "text-softmax")}
+    end = next(x for x in expected["text-linear"][5:] if x not in expected["text-softmax"])
+    browser.execute_script(
+        "const { Engine } = await import(new URL('engine.js', location)); const load = Engine.load;"
+        "Engine.load = async function (...given) {"
+        f"  const engine = await load.apply(this, given); engine.vocabulary.end = {end}; return engine; }};"
+    )
+    browser.find_element("css selector", f"input[value='{TEXT}']").click()
+    wait_for(browser, lambda _: state(browser) == "ready")
+    set_value(browser, "prompt", "Kéy")
+    set_value(browser, "count", "60")
+    set_value(browser, "temperature", "0")
+    made = run(browser)
+    length = expected["text-linear"].index(end) + 1
+    assert made["text-linear"]["ids"] == expected["text-linear"][:length]
+    assert made["text-softmax"]["ids"] == expected["text-softmax"]
+    assert browser.find_element("id", "status").text == f"Done after {length} and 60 tokens."
+
+
+def test_the_limits_are_those_of_every_model(browser, address):
+    opened(browser, address, IDS)
+    set_value(browser, "prompt", "")
+    assert "a model here needs a prompt" in browser.find_element("id", "prompt-fault").text
+    set_value(browser, "prompt", "1 " * 17)
+    assert "a model here learned 16 positions." in browser.find_element("id", "prompt-fault").text
+    set_value(browser, "prompt", "1 2 3")
+    made = run(browser)
+    assert [len(result["ids"]) for result in made.values()] == [14] * 3
+    assert "A model here learned 16 positions, and all" in browser.find_element("id", "status").text
 
 
 def test_an_image_drawn_by_pointer_is_completed_as_pytorch_completes_it(browser, address, models):
@@ -157,12 +193,31 @@ def test_the_seed_decides_what_is_drawn(browser, address):
 
 def test_a_run_can_be_stopped(browser, address):
     opened(browser, address, TEXT)
+    set_value(browser, "prompt", "n\n" * 60)
     set_value(browser, "count", "20000")
+    box = browser.find_element("css selector", ".made p")
+    assert int(box.get_property("scrollTop")) > 0
     browser.find_element("id", "run").click()
+    browser.execute_script("arguments[0].scrollTop = 0", box)  # to read what is above
     wait_for(browser, lambda _: "–" not in browser.find_element("css selector", ".time").text)
     browser.find_element("id", "run").click()
     wait_for(browser, lambda _: state(browser) == "ready")
     assert browser.find_element("id", "status").text.startswith("Stopped after")
+    assert box.get_property("scrollTop") == 0
+
+
+def test_a_run_that_reads_a_long_prompt_can_be_stopped(browser, address):
+    opened(browser, address, TEXT)
+    set_value(browser, "prompt", "n" * 20_000)
+    browser.execute_script(
+        "const { Engine } = await import(new URL('engine.js', location)); const call = Engine.prototype.call;"
+        "window.calls = 0; Engine.prototype.call = function (...given) {"
+        "  if (++window.calls === 3) document.getElementById('run').click();"
+        "  return call.apply(this, given); };"
+    )
+    run(browser)
+    assert browser.execute_script("return window.calls") == 3
+    assert browser.find_element("id", "status").text == "Stopped after 0 tokens."
 
 
 def test_a_prompt_may_change_during_a_run(browser, address):
@@ -178,6 +233,17 @@ def test_a_prompt_may_change_during_a_run(browser, address):
     assert not browser.find_element("id", "run").is_enabled()
     assert "Type a few characters" in browser.find_element("id", "prompt-fault").text
     assert not browser.find_element("id", "failure").is_displayed()
+
+
+def test_the_rows_shown_are_those_of_the_slider(browser, address):
+    opened(browser, address)
+    browser.execute_script(
+        "const { Engine } = await import(new URL('engine.js', location));"
+        "Engine.prototype.call = () => new Promise(() => {})"  # a run without end
+    )
+    browser.find_element("id", "run").click()
+    set_value(browser, "rows", "2")
+    assert browser.find_element("id", "rows-shown").text == "2 of 8"
 
 
 def test_the_temperature_of_the_export_is_the_default(browser, models, tmp_path):
@@ -233,6 +299,39 @@ def test_a_prompt_that_the_model_cannot_read_is_refused(browser, address):
     assert browser.find_element("id", "run").is_enabled()
 
 
+def test_a_number_that_cannot_be_used_is_refused(browser, address):
+    opened(browser, address, TEXT)
+    refused = {"count": ["", "-5", "2.7"], "seed": ["", "-1", "4294967296"]}
+    for field, label in {"count": "Characters to write: ", "seed": "Seed: "}.items():
+        for value in refused[field]:
+            set_value(browser, field, value)
+            assert browser.find_element("id", f"{field}-fault").text.startswith(label)
+            assert not browser.find_element("id", "run").is_enabled()
+            set_value(browser, field, "3")
+            assert browser.find_element("id", f"{field}-fault").text == ""
+            assert browser.find_element("id", "run").is_enabled()
+
+
+def test_models_and_their_layers_are_told_apart(browser, address):
+    opened(browser, address, IDS)
+    set_value(browser, "count", "5")
+    run(browser)
+    lines = browser.execute_script(
+        "const style = (line) => { const { stroke, strokeDasharray } = getComputedStyle(line);"
+        "  return stroke + strokeDasharray; };"
+        "return Array.from(document.querySelectorAll('#charts figure:first-child polyline'), style)"
+    )
+    assert len(set(lines)) == 3
+    layers = browser.find_elements("css selector", "#layer option")
+    assert [layer.text for layer in layers] == ["1", "2", "3"]
+    shown = []
+    for layer in layers:
+        layer.click()
+        captions = browser.find_elements("css selector", "#memories figcaption")
+        shown.append(["φ(q)" in caption.text for caption in captions])
+    assert shown == [[True, True, True], [True, True, False], [False, False, True]]
+
+
 def test_pictures_show_the_state(browser, address):
     opened(browser, address, TEXT)
 
@@ -278,7 +377,7 @@ def test_the_policy_forbids_other_hosts(browser, address):
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("group", [IMAGE, TEXT])
+@pytest.mark.parametrize("group", [IMAGE, TEXT, IDS])
 def test_it_fits_and_is_accessible(browser, address, axe, group, width, theme, tmp_path):
     features = [{"name": "prefers-color-scheme", "value": theme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
@@ -289,6 +388,15 @@ def test_it_fits_and_is_accessible(browser, address, axe, group, width, theme, t
     run(browser)
     (tmp_path / f"{width}-{theme}.png").write_bytes(browser.get_screenshot_as_png())
     assert_fits_and_is_accessible(browser, axe, width)
+
+
+def test_the_chosen_group_is_seen_in_forced_colours(browser, address):
+    features = [{"name": "forced-colors", "value": "active"}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    opened(browser, address)
+    style = "Array.from(document.querySelectorAll('#groups label'), (label) => getComputedStyle(label).outlineStyle)"
+    assert browser.execute_script(f"return {style}") == ["solid", "none", "none"]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
 def test_the_order_of_focus_follows_the_page(browser, address):

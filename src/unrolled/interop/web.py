@@ -117,6 +117,8 @@ def write_site(
                     sampling=sampling,
                 )
             size = (folder / written.graphs["plain"]["file"]).stat().st_size
+            if vocabularies[name]["kind"] in ("image", "ids"):  # the file does not say how many ids there are
+                vocabularies[name]["size"] = written.vocab_size
             entries.append(_entry(name, written.model, vocabularies[name], size))
         for source in _sources():
             _copy(source, page / source.name)

@@ -22,6 +22,11 @@ export class Runtimes {
     Object.assign(this, { record, providers, name: `ONNX Runtime ${record.version}`, builds: {} });
   }
 
+  /** The number of bytes that must still be fetched before a graph can run, at most. */
+  get missing() {
+    return Object.keys(this.builds).length ? 0 : this.record.bytes;
+  }
+
   get(provider, onBytes) {
     const build = (this.builds[provider] ??= this.load(this.record.builds[provider], onBytes));
     build.catch(() => delete this.builds[provider]); // the next call tries again
@@ -98,13 +103,17 @@ export class Engine extends Graph {
     return state;
   }
 
-  /** Read token ids after `state`. Returns the logits after the last id, the new state, the probes and the time in ms. */
-  async read(ids, state) {
+  /**
+   * Read token ids after `state`. Returns the logits after the last id, the new state, the probes and the time in ms; nothing
+   * once `stopped()`.
+   */
+  async read(ids, state, stopped) {
     let last;
     let ms = 0;
     const stride = this.manifest.length === 1 ? 1 : CHUNK;
     for (let i = 0; i < ids.length; i += stride) {
       if (i && i % CHUNK === 0) await new Promise((resolve) => setTimeout(resolve)); // let the page respond
+      if (stopped()) return undefined;
       last = await this.call(ids.slice(i, i + stride), state);
       state = last.state;
       ms += last.ms;

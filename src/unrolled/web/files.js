@@ -9,7 +9,7 @@ export class Failure extends Error {}
 export async function fetchBytes(url, onBytes = () => {}) {
   let response;
   try {
-    response = await fetch(url);
+    response = await fetch(url, { cache: "no-cache" }); // a page may be exported again at the same address
   } catch {
     throw new Failure(`${url} could not be fetched: the server does not answer.`);
   }

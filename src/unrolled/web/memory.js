@@ -27,10 +27,10 @@ export class Memory {
     }
     const { state, probes } = last ?? { state: this.engine.initState(), probes: {} };
     if (part.growing_axis !== null) this.paintCaches(part, state[part.name], capacity);
-    else this.paintStates(part, state[part.name], probes[layer]);
+    else this.paintStates(layer, part, state[part.name], probes[layer]);
   }
 
-  paintStates(part, { data, dims: [, groups, rows, columns] }, phi) {
+  paintStates(layer, part, { data, dims: [, groups, rows, columns] }, phi) {
     const heads = phi ? phi.dims[2] : groups;
     const canvases = this.canvases(heads, "state");
     const last = phi?.data.slice(-heads * rows); // of the last token read
@@ -39,7 +39,7 @@ export class Memory {
       paintState(canvas, last?.subarray(head * rows, (head + 1) * rows), data.subarray(own, own + rows * columns), rows, columns);
       canvas.setAttribute("aria-label", `Head ${head + 1}: ${rows} by ${columns} numbers`);
     });
-    const phis = this.engine.manifest.probes?.length;
+    const phis = this.engine.manifest.probes?.some((probe) => probe.layer === Number(layer));
     this.caption.textContent = `${this.title}: ${phis ? "the state S of each head, with φ(q) of the last token on its left. Below S is φ(q)·S, which the model reads from S" : `the state ${part.name.split(".").at(-1)} of each head`}. Each state always has ${rows} × ${columns} numbers.`;
   }
 

@@ -14,6 +14,7 @@ const $ = (id) => document.getElementById(id);
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 const LONGEST = 20000; // maximum number of tokens to read or to write, so that a wrong input does not fill the memory
 const WARM_UP = 8; // steps whose time does not count, because the browser is still compiling
+const SIDES = ["linear", "third", "fourth", "fifth"]; // classes of models, each with its colour and its line in the charts
 const groups = new Map(); // name of a group -> its entries of models.json
 const loaded = new Map(); // name of a model -> a promise of its engine
 let runtimes; // a promise, once the first group is loaded
@@ -45,6 +46,11 @@ async function start() {
     groups.set(entry.group, [...(groups.get(entry.group) ?? []), entry]);
   }
   if (!groups.size) throw new Failure("models.json lists no model.");
+  for (const entries of groups.values()) {
+    const softmax = entries.find((entry) => entry.attention === "softmax"); // has a side of its own
+    const rest = entries.filter((entry) => entry !== softmax);
+    for (const entry of entries) entry.side = entry === softmax ? "softmax" : SIDES[rest.indexOf(entry) % SIDES.length];
+  }
   for (const name of groups.keys()) {
     const label = document.createElement("label");
     const choice = Object.assign(document.createElement("input"), { type: "radio", name: "group", value: name });
@@ -58,12 +64,16 @@ async function start() {
   await show(first);
 }
 
+function findRuntimes() {
+  runtimes ??= Runtimes.find();
+  runtimes.catch(() => (runtimes = undefined)); // choosing the group again tries again
+  return runtimes;
+}
+
 function load(entry, onBytes) {
   if (!loaded.has(entry.name)) {
-    runtimes ??= Runtimes.find();
-    runtimes.catch(() => (runtimes = undefined)); // choosing the group again tries again
     const kind = entry.kind === "speech" ? Transcriber : Engine;
-    const engine = runtimes.then((found) => kind.load(`models/${entry.name}`, found, onBytes));
+    const engine = findRuntimes().then((found) => kind.load(`models/${encodeURIComponent(entry.name)}`, found, onBytes));
     engine.catch(() => loaded.delete(entry.name));
     loaded.set(entry.name, engine);
   }
@@ -80,7 +90,8 @@ async function show(name) {
   $("loading").hidden = false;
   $("demo").hidden = !group;
   $("progress").value = 0;
-  const expected = entries.reduce((sum, entry) => sum + entry.bytes, 0) + (await fetchJson("runtime/runtime.json")).bytes;
+  const missing = entries.filter((entry) => !loaded.has(entry.name));
+  const expected = missing.reduce((sum, entry) => sum + entry.bytes, (await findRuntimes()).missing);
   let come = 0;
   const onBytes = (n) => ($("progress").value = Math.min(1, (come += n) / expected));
   const results = await Promise.allSettled(entries.map((entry) => load(entry, onBytes)));
@@ -138,8 +149,7 @@ function introduce() {
 
 function makeModel(entry, engine) {
   const card = $("model-card").content.firstElementChild.cloneNode(true);
-  const side = entry.attention === "softmax" ? "softmax" : "linear";
-  card.classList.add(side);
+  card.classList.add(entry.side);
   card.querySelector("h2").textContent = entry.title;
   const made = document.createElement(entry.kind === "image" ? "canvas" : "p");
   if (entry.kind === "text") { // a long text must scroll without a mouse too
@@ -148,7 +158,7 @@ function makeModel(entry, engine) {
     made.setAttribute("aria-label", `Text by ${entry.title}`);
   }
   card.querySelector(".made").append(made);
-  return { ...entry, engine, card, made, side, vocabulary: new Vocabulary(engine.vocabulary), ids: [], last: null };
+  return { ...entry, engine, card, made, vocabulary: new Vocabulary(engine.vocabulary), ids: [], last: null };
 }
 
 // --- the input -------------------------------------------------------------------------------------------------------
@@ -164,14 +174,20 @@ for (const digit of Object.keys(EXAMPLES)) {
 $("clear").addEventListener("click", () => pad.clear());
 $("rows").addEventListener("input", () => {
   pad.rows = Number($("rows").value);
+  showRows();
   pad.paint();
   refresh();
 });
 $("temperature").addEventListener("input", () => describeTemperature());
 $("prompt").addEventListener("input", () => refresh());
+for (const id of ["count", "seed"]) $(id).addEventListener("input", () => stop || check());
 $("layer").addEventListener("change", () => paint(true));
 $("run").addEventListener("click", () => (stop ? stop() : (running = run().catch(fail))));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => paint(true));
+
+function showRows() {
+  $("rows-shown").textContent = `${pad.rows} of ${pad.height}`;
+}
 
 function describeTemperature() {
   const value = Number($("temperature").value);
@@ -182,8 +198,9 @@ function describeTemperature() {
 function prepare() {
   const [{ engine, vocabulary }] = group.models;
   const image = group.kind === "image";
-  const layers = new Set(engine.manifest.state.map((part) => /^layers\.(\d+)\./.exec(part.name)?.[1]).filter(Boolean));
-  $("layer").replaceChildren(...Array.from(layers, (i) => new Option(Number(i) + 1, i)));
+  const parts = group.models.flatMap((model) => model.engine.manifest.state);
+  const layers = new Set(parts.map((part) => /^layers\.(\d+)\./.exec(part.name)?.[1]).filter(Boolean));
+  $("layer").replaceChildren(...Array.from(layers).sort((a, b) => a - b).map((i) => new Option(Number(i) + 1, i)));
   $("charts").replaceChildren(...["Memory", "Time per token"].map((title) => {
     const figure = document.createElement("figure");
     const caption = Object.assign(document.createElement("figcaption"), { textContent: title });
@@ -206,8 +223,9 @@ function prepare() {
       pad.example(5);
     }
     $("rows").max = height - 1;
-    $("rows").min = engine.manifest.start_token === null ? 1 : 0;
+    $("rows").min = needsPrompt() ? 1 : 0;
     $("rows").value = pad.rows;
+    showRows();
   } else {
     $("prompt").value = vocabulary.opening();
     $("count-unit").textContent = vocabulary.characters ? "Characters" : "Tokens";
@@ -217,6 +235,12 @@ function prepare() {
   }
 }
 
+/** Whether a model of the group cannot begin without a prompt. */
+const needsPrompt = () => group.models.some(({ engine }) => engine.manifest.start_token === null);
+
+/** The fewest positions that a model of the group learned. */
+const positions = () => Math.min(...group.models.map(({ engine }) => engine.manifest.max_positions ?? Infinity));
+
 /** Return the ids for the models and the number of tokens to add, or throw a Failure with the reason. */
 function order() {
   const [{ engine, vocabulary }] = group.models;
@@ -225,26 +249,37 @@ function order() {
     return { prompt, count: pad.ink.length - prompt.length };
   }
   const prompt = vocabulary.encode($("prompt").value);
-  if (!prompt.length && engine.manifest.start_token === null) throw new Failure("Type a few characters: this model needs a prompt.");
+  if (!prompt.length && needsPrompt()) throw new Failure("Type a few characters: a model here needs a prompt.");
   const wrong = prompt.find((id) => id >= engine.manifest.vocab_size);
   if (wrong !== undefined) throw new Failure(`The model has the token ids 0 to ${engine.manifest.vocab_size - 1}, not ${wrong}.`);
   if (prompt.length > LONGEST) throw new Failure(`The prompt is too long: ${prompt.length} tokens, where this page reads ${LONGEST} at most.`);
   const room = Math.min(...group.models.map((model) => model.engine.room(prompt.length)));
-  if (room < 1) throw new Failure(`The prompt is too long: these models learned ${engine.manifest.max_positions} positions.`);
-  return { prompt, count: Math.min(Math.max(1, Math.round(Number($("count").value)) || 1), room, LONGEST), room };
+  if (room < 1) throw new Failure(`The prompt is too long: a model here learned ${positions()} positions.`);
+  return { prompt, count: Math.min(Number($("count").value), room, LONGEST), room };
+}
+
+/** What is wrong with a number; a count that is too large is reduced, and is no fault. */
+function fault(id) {
+  const { labels, validity, validationMessage } = $(id);
+  const fine = validity.valid || (id === "count" && validity.rangeOverflow);
+  return fine ? "" : `${labels[0].textContent.trim()}: ${validationMessage}`;
 }
 
 /** Return the order if the input is valid; else say why it is not, and allow no run. */
 function check() {
   let found;
+  const faults = { prompt: "", count: group.kind === "image" ? "" : fault("count"), seed: fault("seed") };
   try {
     found = order();
-    $("prompt-fault").textContent = "";
-    $("prompt").removeAttribute("aria-invalid");
   } catch (error) {
-    $("prompt-fault").textContent = error.message;
-    $("prompt").setAttribute("aria-invalid", "true");
+    faults.prompt = error.message;
   }
+  for (const [id, message] of Object.entries(faults)) {
+    $(`${id}-fault`).textContent = message;
+    if (message) $(id).setAttribute("aria-invalid", "true");
+    else $(id).removeAttribute("aria-invalid");
+  }
+  if (faults.count || faults.seed) found = undefined;
   $("run").disabled = !found;
   return found;
 }
@@ -252,7 +287,6 @@ function check() {
 /** Show the given part, and the part that is not generated yet. Return whether the input is valid. */
 function refresh() {
   if (!group || stop || group.kind === "speech") return false;
-  $("rows-shown").textContent = `${pad.rows} of ${pad.height}`;
   const found = check();
   for (const model of group.models) Object.assign(model, { ids: [], points: [], times: [], last: null });
   group.order = found ?? { prompt: [], count: 1 };
@@ -268,14 +302,14 @@ async function run() {
   if (!refresh()) return;
   if (!group.incomplete) $("failure").hidden = true; // of an earlier run
   const { prompt, count, room } = group.order;
-  const seed = Number($("seed").value) >>> 0;
+  const seed = Number($("seed").value);
+  let stopped = false;
   let going = group.models.map((model) => {
     const settings = { ...model.engine.manifest.sampling, temperature: Number($("temperature").value) };
     model.read = model.vocabulary.reader();
     model.text = "";
-    return { model, tokens: generate(model.engine, prompt, count, settings, seed) };
+    return { model, tokens: generate(model.engine, prompt, count, settings, seed, () => stopped) };
   });
-  let stopped = false;
   stop = () => (stopped = true);
   setState("running");
   const label = $("run").textContent;
@@ -306,8 +340,10 @@ async function run() {
     for (const model of group.models) window.unrolled.runs[model.name] = { prompt, ids: model.ids, bytes: model.bytes };
   }
   paint(true);
-  const bound = room === count ? ` These models learned ${group.models[0].engine.manifest.max_positions} positions, and all of them are used.` : "";
-  $("status").textContent = `${stopped ? "Stopped" : "Done"} after ${group.models[0].ids.length} tokens.${bound}`;
+  const counts = group.models.map((model) => model.ids.length);
+  const said = new Set(counts).size > 1 ? counts.join(" and ") : counts[0];
+  const bound = Math.max(...counts) === room ? ` A model here learned ${positions()} positions, and all of them are used.` : "";
+  $("status").textContent = `${stopped ? "Stopped" : "Done"} after ${said} tokens.${bound}`;
   if (document.body.dataset.state === "running") setState("ready"); // but not while another group is loading
 }
 
@@ -365,8 +401,9 @@ function paint(all) {
       model.made.setAttribute("aria-label", `Image by ${model.title}, ${model.ids.length} of ${count} pixels made`);
     } else {
       const given = Object.assign(document.createElement("span"), { className: "given", textContent: group.given });
+      const atEnd = model.made.scrollHeight - model.made.scrollTop - model.made.clientHeight < 40;
       model.made.replaceChildren(given, model.ids.length ? model.text : "");
-      model.made.scrollTop = model.made.scrollHeight;
+      if (atEnd) model.made.scrollTop = model.made.scrollHeight; // scroll along, unless the user has scrolled up
     }
     const show = (name, text) => (model.card.querySelector(name).textContent = text);
     show(".bytes", model.last ? size(model.bytes) : "–");

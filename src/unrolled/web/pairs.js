@@ -10,6 +10,39 @@ function byteLetters() {
   return Array.from({ length: 256 }, (_, byte) => String.fromCharCode(printable(byte) ? byte : others++));
 }
 
+/** A heap of numbers, the smallest first. */
+class Queue {
+  heap = [];
+
+  get length() {
+    return this.heap.length;
+  }
+
+  push(x) {
+    let i = this.heap.length;
+    for (let above = (i - 1) >> 1; i && this.heap[above] > x; above = (i - 1) >> 1) {
+      this.heap[i] = this.heap[above];
+      i = above;
+    }
+    this.heap[i] = x;
+  }
+
+  pop() {
+    const [first] = this.heap;
+    const x = this.heap.pop();
+    const size = this.heap.length;
+    let i = 0;
+    for (let below = 1; below < size; below = 2 * i + 1) {
+      if (below + 1 < size && this.heap[below + 1] < this.heap[below]) below++;
+      if (this.heap[below] >= x) break;
+      this.heap[i] = this.heap[below];
+      i = below;
+    }
+    if (size) this.heap[i] = x;
+    return first;
+  }
+}
+
 export class BytePairs {
   constructor(json) {
     const { model, added_tokens: added } = JSON.parse(json);
@@ -33,18 +66,27 @@ export class BytePairs {
     });
   }
 
-  /** Repeatedly join the pair that was learned first. */
+  /** Repeatedly join the pair that was learned first, the leftmost of equals. Changes `tokens`. */
   merged(tokens) {
-    for (;;) {
-      let best = Infinity;
-      let place;
-      for (let i = 0; i + 1 < tokens.length; i++) {
-        const rank = this.ranks.get(`${tokens[i]} ${tokens[i + 1]}`);
-        if (rank < best) [best, place] = [rank, i];
-      }
-      if (place === undefined) return tokens;
-      tokens.splice(place, 2, tokens[place] + tokens[place + 1]);
+    const size = tokens.length;
+    const before = tokens.map((_, i) => i - 1);
+    const after = tokens.map((_, i) => i + 1); // as tokens are joined, the places of the second ones are skipped
+    const rank = (i) => (after[i] < size ? this.ranks.get(`${tokens[i]} ${tokens[after[i]]}`) : undefined);
+    const queue = new Queue();
+    const offer = (i) => rank(i) !== undefined && queue.push(rank(i) * size + i); // by rank, then by place
+    for (let i = 0; i < size; i++) offer(i);
+    while (queue.length) {
+      const first = queue.pop();
+      const i = first % size;
+      if (tokens[i] === null || rank(i) * size + i !== first) continue; // one of the pair has been joined to another
+      tokens[i] += tokens[after[i]];
+      tokens[after[i]] = null;
+      after[i] = after[after[i]];
+      if (after[i] < size) before[after[i]] = i;
+      if (i) offer(before[i]);
+      offer(i);
     }
+    return tokens.filter((token) => token !== null);
   }
 
   /** The bytes of a token; none for an id beyond the last one. */

@@ -57,20 +57,25 @@ export function draw(logits, settings, random, seen) {
   return best; // because of rounding, no token was reached
 }
 
-/** Continue a prompt token by token. Yields `{ id, ms, read, state, probes }`; the first `ms` is the time of the prompt. */
-export async function* generate(engine, prompt, count, settings, seed) {
+/**
+ * Continue a prompt token by token, up to the end of a document or until `stopped()`. Yields `{ id, ms, read, state, probes }`;
+ * the first `ms` is the time of the prompt.
+ */
+export async function* generate(engine, prompt, count, settings, seed, stopped) {
   const { start_token: start } = engine.manifest;
   const random = makeRandom(seed);
   const seen = new Set(prompt);
   let ids = start === null ? prompt : [start, ...prompt];
   let state = engine.initState();
   for (let read = 0, drawn = 0; drawn < count; drawn++) {
-    const now = await engine.read(ids, state);
+    const now = await engine.read(ids, state, stopped);
+    if (!now) return;
     state = now.state;
     read += ids.length;
     const id = draw(now.logits, settings, random, seen);
     seen.add(id);
     yield { id, ms: now.ms, read, state, probes: now.probes };
+    if (id === engine.vocabulary.end) return;
     ids = [id];
   }
 }

@@ -26,18 +26,21 @@ export async function record(rate, stopped, started) {
   const context = new AudioContext();
   const pieces = [];
   try {
-    await context.audioWorklet.addModule("recorder.js");
+    await context.audioWorklet.addModule("recorder.js").catch(() => {
+      throw new Failure("recorder.js could not be fetched, so nothing can be recorded.");
+    });
     const options = { numberOfOutputs: 0, channelCount: 1, channelCountMode: "explicit" };
     const recorder = new AudioWorkletNode(context, "recorder", options);
     recorder.port.onmessage = ({ data }) => pieces.push(data);
-    context.createMediaStreamSource(stream).connect(recorder);
     await context.resume();
     started();
+    context.createMediaStreamSource(stream).connect(recorder);
     await Promise.race([stopped, new Promise((resolve) => setTimeout(resolve, 1000 * LONGEST_RECORDING))]);
   } finally {
     for (const track of stream.getTracks()) track.stop();
     await context.close();
   }
+  if (!pieces.length) throw new Failure("Nothing was recorded.");
   return decode(wave(pieces, context.sampleRate), rate, "The recording"); // resamples better than an audio node
 }
 

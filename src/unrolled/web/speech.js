@@ -9,7 +9,10 @@ export class Speech {
   /** `setState` sets the state of the page; `fail` shows an error that the user cannot correct. */
   constructor({ setState, fail }) {
     Object.assign(this, { setState, fail, models: [] });
-    $("record").addEventListener("click", () => (this.stop ? this.stop() : this.listen(() => this.recorded())));
+    $("record").addEventListener("click", () => {
+      if (this.stop) this.stop();
+      else if ($("record").getAttribute("aria-disabled") !== "true") this.listen(() => this.recorded());
+    });
     $("sound").addEventListener("change", () => {
       const [file] = $("sound").files;
       if (file) this.listen(() => this.read(file));
@@ -20,7 +23,7 @@ export class Speech {
   show(models) {
     this.models = models.map(({ entry, engine }) => {
       const card = $("transcript-card").content.firstElementChild.cloneNode(true);
-      card.classList.add(entry.attention === "softmax" ? "softmax" : "linear");
+      card.classList.add(entry.side);
       card.querySelector("h2").textContent = entry.title;
       return { name: entry.name, engine, card };
     });
@@ -44,7 +47,7 @@ export class Speech {
   /** Let the user begin, or only stop a recording. */
   offer(open) {
     $("record").textContent = this.stop ? "Stop" : "Record";
-    $("record").disabled = !open && !this.stop;
+    $("record").setAttribute("aria-disabled", !open && !this.stop); // keeps the focus, unlike `disabled`
     $("sound").disabled = !open;
   }
 

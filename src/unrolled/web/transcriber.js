@@ -13,7 +13,7 @@ export class Transcriber extends Graph {
     const { shortest, rate } = this.manifest;
     const seconds = samples.length / rate;
     if (samples.length < shortest) throw new Failure(`The sound has ${samples.length} samples, but must have at least ${shortest}.`);
-    if (seconds > LONGEST) throw new Failure(`The sound has ${seconds.toFixed(0)} seconds, but must have at most ${LONGEST}.`);
+    if (seconds > LONGEST) throw new Failure(`The sound has ${(Math.ceil(10 * seconds) / 10).toFixed(1)} seconds, but must have at most ${LONGEST}.`);
     const began = performance.now();
     const outputs = await this.session.run({ samples: new this.ort.Tensor("float32", samples, [1, samples.length]) });
     const ms = performance.now() - began;
