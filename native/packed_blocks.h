@@ -138,10 +138,9 @@ UNROLLED_BFLOAT16_PAIRS void multiply_bfloat16_pairs(const Block& block, const u
 // Multiplies `rows` rows by the tiles [first, last), of `steps` steps each. `multiply(count, tiles, block,
 // step, row, out)` does so for `count` rows from number `row` on, `tiles` tiles, and the steps of a block
 // from number `step` on. `next` is read after the last tile.
-template <typename Multiply>
+template <Int DEPTH = 64, typename Multiply>
 inline void multiply_in_blocks(const Packed& w, Int steps, Int first, Int last, Int rows, float* y, Int y_row,
                                const void* next, Multiply&& multiply) {
-    constexpr Int DEPTH = 64;
     const Int groups = ceil_div(rows, TILE_ROWS);
     for (Int tile = first; tile < last; ++tile)
         for (Int k = 0; k < steps; k += DEPTH) {
@@ -184,6 +183,29 @@ inline void multiply_float32_tiles(const Packed& w, Int first, Int last, const P
     };
     if (rows == 1) multiply_a_row(w, w.inputs, first, last, y, multiply);
     else multiply_in_blocks(w, w.inputs, first, last, rows, y, y_row, next, multiply);
+}
+
+// Whether words with the weights of several inputs find no register beside the sums of several rows.
+constexpr bool FEW_REGISTERS = TILE_VECS == 2;
+
+// Multiplies several rows by weights in bfloat16: blocks of them are widened to floats, once for all rows.
+inline void multiply_widened_tiles(const Packed& w, Int first, Int last, const PackedRows& x, Int rows,
+                                   float* y, Int y_row, const void* next) {
+    constexpr Int PAIRS = 32;
+    alignas(64) float widened[2 * PAIRS * TILE];
+    const auto multiply = [&](auto count, auto, const Block& block, Int step, Int r, const TileOutput& out) {
+        if (r == 0)
+            for (Int k = 0; k < block.steps; ++k)
+                for (Int i = 0; i < TILE; i += WIDTH) {
+                    const BitVec pair = (BitVec)load((const float*)block.at(k, i / WIDTH));
+                    store(widened + 2 * k * TILE + i, (Vec)(pair << 16));
+                    store(widened + (2 * k + 1) * TILE + i, (Vec)(pair & 0xffff0000u));
+                }
+        const Ahead ahead{block.ahead.at, block.ahead.share / 2};
+        const Block floats{(const char*)widened, 0, 2 * block.steps, block.first, ahead};
+        multiply_float32<decltype(count)::value, 1>(floats, x.x + r * x.row + 2 * step, x.row, out);
+    };
+    multiply_in_blocks<PAIRS>(w, ceil_div(w.inputs, 2), first, last, rows, y, y_row, next, multiply);
 }
 
 #if defined(UNROLLED_BFLOAT16_PAIRS)

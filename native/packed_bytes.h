@@ -5,7 +5,7 @@
 // AVX2: sums of two products of 16-bit numbers; for INT4_TILES, of bytes, whose sums must fit into 16 bits.
 #pragma once
 
-#include "tile_output.h"
+#include "packed_blocks.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -51,9 +51,10 @@ inline void store_bytes(uint8_t* at, IntVec x) {
 
 inline IntVec load_words(const void* at) { return (IntVec)load((const float*)at); }
 
-// Lets two products read a register, where the compiler would let each of them read memory.
+// Lets the compiler neither read an operand of several products from memory again, nor add up products in
+// another order, for which it would need more registers than there are.
 inline void keep_in_register([[maybe_unused]] IntVec& x) {
-#if defined(__AVX512F__)
+#if defined(__x86_64__)
     asm("" : "+v"(x));
 #endif
 }
@@ -166,24 +167,30 @@ UNROLLED_BYTES void multiply_int8_bytes(const char* w, Int inputs, const PackedR
     }
 }
 #else
+// Widens four weights of WIDTH outputs to 16 bits: those of the even inputs, or of the odd ones.
+inline IntVec widen_bytes(const char* weights, bool odd) {
+    const __m256i bytes = (__m256i)load_words(weights);
+    return (IntVec)_mm256_srai_epi16(odd ? bytes : _mm256_slli_epi16(bytes, 8), 8);
+}
+
+// The sums of so many products of 127 and 32767 fit into 32 bits.
+constexpr Int INTEGER_SUM = 128;
+
 template <int ROWS>
 void multiply_int8_bytes(const char* w, Int inputs, const PackedRows& x, const int32_t*,
                          const TileOutput& out) {
     constexpr int VECS = vecs_for(ROWS);
-    constexpr Int MOST = 512;  // products of 127 and 32767 whose sum fits into 32 bits
     for (Int i = 0; i < TILE; i += VECS * WIDTH) {
         Vec totals[ROWS][VECS] = {};
-        for (Int first = 0; first < inputs; first += MOST) {
+        for (Int first = 0; first < inputs; first += INTEGER_SUM) {
             IntVec sums[ROWS][VECS] = {};
-            for (Int k = first; k < min(inputs, first + MOST); k += 4)
+            for (Int k = first; k < min(inputs, first + INTEGER_SUM); k += 4)
 #pragma GCC unroll 2
                 for (int odd = 0; odd < 2; ++odd) {
                     IntVec left[VECS];
 #pragma GCC unroll 8
-                    for (int v = 0; v < VECS; ++v) {
-                        const __m256i bytes = (__m256i)load_words(w + k * TILE + 4 * (i + v * WIDTH));
-                        left[v] = (IntVec)_mm256_srai_epi16(odd ? bytes : _mm256_slli_epi16(bytes, 8), 8);
-                    }
+                    for (int v = 0; v < VECS; ++v)
+                        left[v] = widen_bytes(w + k * TILE + 4 * (i + v * WIDTH), odd);
 #pragma GCC unroll 8
                     for (int r = 0; r < ROWS; ++r) {
                         const IntVec right = repeat_word(x.high + r * x.bytes + 2 * k + 4 * odd);
@@ -199,6 +206,59 @@ void multiply_int8_bytes(const char* w, Int inputs, const PackedRows& x, const i
         for (int r = 0; r < ROWS; ++r)
             for (int v = 0; v < VECS; ++v) out.write(r, i + v * WIDTH, totals[r][v], x.scales[r]);
     }
+}
+
+// The same for weights of a block, `pairs` of inputs, that were widened before. `last` says whether the sums
+// are complete.
+template <int ROWS>
+void multiply_pairs(const Block& block, const uint8_t* x, Int x_row, const float* scales, bool last,
+                    const TileOutput& out) {
+    constexpr int VECS = vecs_for(ROWS);
+    for (Int i = 0; i < TILE; i += VECS * WIDTH) {
+        IntVec sums[ROWS][VECS] = {};
+        for (Int k = 0; k < block.steps; ++k) {
+            block.ahead.request(i / (VECS * WIDTH) * block.steps + k);
+            IntVec left[VECS];
+#pragma GCC unroll 8
+            for (int v = 0; v < VECS; ++v) left[v] = load_words(block.at(k, i / WIDTH + v));
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r) {
+                const IntVec right = repeat_word(x + r * x_row + 4 * k);
+#pragma GCC unroll 8
+                for (int v = 0; v < VECS; ++v) sums[r][v] = add_two(sums[r][v], left[v], right);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+            for (int v = 0; v < VECS; ++v) {
+                const Int at = i + v * WIDTH;
+                Vec total = __builtin_convertvector(sums[r][v], Vec);
+                if (!block.first) total += load(out.y + r * out.row + at);
+                if (last) out.write(r, at, total, scales[r]);
+                else store(out.y + r * out.row + at, total);
+            }
+    }
+}
+
+// Multiplies several rows by INT8_TILES: blocks of them are widened to 16 bits, once for all rows.
+inline void multiply_widened_bytes(const Packed& w, Int first, Int last, const PackedRows& x, Int rows,
+                                   float* y, Int y_row, const void* next) {
+    constexpr Int FOURS = INTEGER_SUM / 4;
+    alignas(64) int32_t widened[2 * FOURS * TILE];
+    const Int steps = padded_inputs(w) / 4;
+    const auto multiply = [&](auto count, auto, const Block& block, Int step, Int r, const TileOutput& out) {
+        if (r == 0)
+            for (Int k = 0; k < 2 * block.steps; ++k)
+                for (Int i = 0; i < TILE; i += WIDTH)
+                    store((float*)widened + k * TILE + i,
+                          (Vec)widen_bytes(block.at(k / 2, i / WIDTH), k % 2));
+        const Ahead ahead{block.ahead.at, block.ahead.share / 2};
+        const Block pairs{(const char*)widened, 0, 2 * block.steps, block.first, ahead};
+        multiply_pairs<decltype(count)::value>(pairs, x.high + r * x.bytes + 8 * step, x.bytes, x.scales + r,
+                                               step + block.steps == steps, out);
+    };
+    multiply_in_blocks<FOURS>(w, steps, first, last, rows, y, y_row, next, multiply);
 }
 #endif
 
@@ -226,7 +286,9 @@ UNROLLED_BYTES void multiply_int4_bytes(const char* w, Int inputs, const PackedR
                     for (int r = 0; r < ROWS; ++r) {
                         const uint8_t* at = x.high + r * x.bytes + g * GROUP + 8 * p;
                         sums[r][v] = add_small(sums[r][v], first, repeat_word(at));
+                        keep_in_register(sums[r][v]);
                         sums[r][v] = add_small(sums[r][v], second, repeat_word(at + 4));
+                        keep_in_register(sums[r][v]);
                     }
                 }
 #pragma GCC unroll 4

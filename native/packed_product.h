@@ -37,12 +37,14 @@ template <int ROWS>
 void multiply_bfloat16(const uint32_t* w, Int inputs, const float* x, Int x_row, const TileOutput& out) {
     constexpr int VECS = vecs_for(ROWS);
     for (Int i = 0; i < TILE; i += VECS * WIDTH) {
-        Vec sums[ROWS][VECS] = {};
+        Vec sums[ROWS][VECS];
+        for (int r = 0; r < ROWS; ++r)
+            for (int v = 0; v < VECS; ++v) sums[r][v] = out.bias ? load(out.bias + i + v * WIDTH) : Vec{};
         multiply_words<ROWS, 2>(w, ceil_div(inputs, 2), x, x_row, i, sums, [](BitVec word, int e) {
             return (Vec)(e ? word & 0xffff0000u : word << 16);
         });
         for (int r = 0; r < ROWS; ++r)
-            for (int v = 0; v < VECS; ++v) out.write(r, i + v * WIDTH, sums[r][v], 1);
+            for (int v = 0; v < VECS; ++v) store(out.y + r * out.row + i + v * WIDTH, sums[r][v]);
     }
 }
 
@@ -144,6 +146,12 @@ inline void multiply_tiles(const Packed& w, Int first, Int last, const PackedRow
 #if defined(UNROLLED_BFLOAT16_PAIRS)
     if (w.packing == BFLOAT16_TILES && multiplies_bfloat16_pairs())
         return multiply_bfloat16_tiles(w, first, last, x, rows, y, y_row, next);
+#endif
+    if (FEW_REGISTERS && rows > 1 && w.packing == BFLOAT16_TILES)
+        return multiply_widened_tiles(w, first, last, x, rows, y, y_row, next);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if (rows > 1 && w.packing == INT8_TILES)
+        return multiply_widened_bytes(w, first, last, x, rows, y, y_row, next);
 #endif
     const Int scales = w.packing == INT4_TILES ? padded_inputs(w) / GROUP : 1,
               groups = ceil_div(rows, TILE_ROWS);
