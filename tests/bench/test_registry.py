@@ -59,6 +59,10 @@ def test_a_quick_run_of_everything(tmp_path, monkeypatch):
     ("arguments", "sentence"),
     [
         (["nothing"], "there is no case 'nothing'; the cases are linear-forward, "),
+        (
+            ["step", "--only", "nobody"],
+            "--only is 'nobody', but the contenders are: unrolled, plan in fp32; ",
+        ),
         (["step", "--lengths", "ten"], "--lengths is 'ten', but must be positive integers separated by"),
         (["step", "--lengths", "0,5"], "--lengths is '0,5', but must be positive"),
         (["step", "--lengths", ","], "--lengths is ',', but must be positive"),
