@@ -69,9 +69,7 @@ def step(batch: int, settings: Settings, width: int | None = None) -> Problem:
     def onnx(graph: str) -> Callable[[], list[Tensor]]:
         from unrolled.interop import onnx
 
-        with tempfile.TemporaryDirectory() as folder:
-            onnx.export(model, folder, int8=True)
-            loaded = onnx.load(folder, graph, threads=settings.threads)
+        loaded = onnx.load(_exported(settings, width).name, graph, threads=settings.threads)
         return partial(generated, loaded.step, partial(loaded.init_state, batch))
 
     config = model.config
@@ -119,18 +117,29 @@ def drawing(batch: int, settings: Settings, width: int | None = None) -> Problem
 
     request = Request.of(model.config, prompts, STEPS, **options)
 
-    def prepared(made: Plan) -> Callable[[], list[Tensor]]:
+    def prepared(make: Callable[[], Plan]) -> Callable[[], list[Tensor]]:
+        made = make()
         return lambda: [torch.stack(made.run(request)).double()]
 
-    def expected(made: Plan) -> list[Tensor]:
-        return [torch.stack(engine.run(made, request)).double()]
+    def expected(make: Callable[[], Plan]) -> list[Tensor]:
+        return [torch.stack(engine.run(make(), request)).double()]
 
     kinds, contenders = {}, []
     for weights in PACKINGS:
-        made = plan(model, weights)
-        kinds[str(weights)] = Definition(partial(expected, made), ["tokens"], 0.0)
-        contenders.append(Contender(_name(weights), partial(prepared, made), weights, ours=True))
+        make = cache(partial(plan, model, weights))
+        kinds[str(weights)] = Definition(partial(expected, make), ["tokens"], 0.0)
+        contenders.append(Contender(_name(weights), partial(prepared, make), weights, ours=True))
     return Problem(contenders, kinds, STEPS, batch, partial(_remark, model, settings))
+
+
+@cache  # an export takes seconds, and serves both graphs and all batches
+def _exported(settings: Settings, width: int | None) -> tempfile.TemporaryDirectory[str]:
+    """Export the model of `step` to a folder, which is removed at the end of the process."""
+    from unrolled.interop import onnx
+
+    folder = tempfile.TemporaryDirectory()
+    onnx.export(decoder("linear", settings, width).eval(), folder.name, int8=True)
+    return folder
 
 
 def streamed_bytes(model: Decoder, weights: Weights = "fp32") -> int:
