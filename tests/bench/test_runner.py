@@ -266,6 +266,10 @@ def test_peak_memory_in_a_process_of_its_own():
 
 
 @pytest.mark.skipif(not memory.CLEAR.exists(), reason="the system does not report the peak of a process")
-def test_an_end_of_that_process_is_reported():
+def test_an_end_of_that_process_is_reported(tmp_path, monkeypatch):
+    ending = tmp_path / "python"
+    ending.write_text("#!/bin/sh\necho first >&2; echo StopIteration >&2; exit 1\n")
+    ending.chmod(0o700)
+    monkeypatch.setattr(memory.sys, "executable", str(ending))
     with pytest.raises(RuntimeError, match="measures the memory of nobody ended: StopIteration"):
         memory.peaks(cases.find("linear-forward"), "nobody", [64], Settings())
