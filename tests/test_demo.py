@@ -276,7 +276,10 @@ def test_peak_bytes_counts_what_is_alive_at_once():
     [
         (brief_time, 0.00123456, "1.23 ms"),
         (brief_time, 0.1, "100 ms"),
+        (brief_time, 0.9996, "1 s"),
         (brief_time, 1.5, "1.5 s"),
+        (brief_time, 999.4, "999 s"),
+        (brief_time, 1234.4, "1,234 s"),
         (size, 512, "512 bytes"),
         (size, 34_856, "34.9 kB"),
         (size, 999_999, "1 MB"),

@@ -1,6 +1,7 @@
 """The registry of cases and its command: the list, a quick run of each case, and errors."""
 
 import json
+import re
 from unittest import mock
 
 import pytest
@@ -17,6 +18,11 @@ from unrolled.ops import native
 def test_the_list_names_every_case():
     printed = works("bench", "--list").stdout
     assert [line.split()[0] for line in printed.splitlines()] == list(cases.CASES)
+
+
+def test_every_description_stands_alone():
+    leaning = re.compile("[Tt]he same|`|wider")
+    assert not [case.name for case in cases.CASES.values() if leaning.search(case.about)]
 
 
 def test_what_is_measured():

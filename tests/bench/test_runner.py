@@ -238,10 +238,11 @@ def test_the_limits_without_and_with_native_kernels(monkeypatch):
     assert machine.limits(settings).flops == 1e11  # of two threads
 
 
-def test_the_machine_is_described():
+def test_the_machine_is_described(monkeypatch):
+    monkeypatch.setattr(machine, "version", lambda package: "1.0")
     described = machine.describe(Settings(threads=3))
     assert described["threads"] == 3
-    assert described["versions"].keys() >= {"unrolled", "python", "torch", "numpy"}
+    assert described["versions"].keys() >= {"unrolled", "python", "torch", "numpy", "llama-cpp-python"}
     assert described["processor"]
 
 

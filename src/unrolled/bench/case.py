@@ -49,7 +49,7 @@ class Definition:
     """The function that a contender must compute: its results in fp64, and the work it needs.
 
     Attributes:
-        compute: computes the results, by code that no contender shares.
+        compute: computes the results, if possible by code that no contender shares.
         names: the names of the results.
         tolerance: the largest error of a correct contender, relative to the largest number of each result; or
             a function that measures it.

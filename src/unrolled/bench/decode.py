@@ -12,6 +12,7 @@ from unrolled.bench import llama_cpp, measure, rwkv
 from unrolled.bench.case import Case, Contender, Definition, Problem, Settings
 from unrolled.bench.machine import seconds_to_read
 from unrolled.bench.models import (
+    ABOUT,
     attention_operations,
     decoder,
     doubled,
@@ -189,12 +190,17 @@ def _one_row(problem: Callable[..., Problem]) -> Callable[[int, Settings], Probl
     return lambda width, settings: problem(1, settings, width)
 
 
-DECODER = "a decoder, 8 layers, 8 heads, 256 wide, feed-forward 1,024, 256 outcomes"
+WIDE = "a decoder, 8 layers, 8 heads, d_model wide, feed-forward 4 d_model, 256 outcomes, batch 1"
 CASES = [
-    Case("step", f"One step of {DECODER}.", "batch", (1, 16), (1, 2), step),
+    Case("step", f"One step of {ABOUT}.", "batch", (1, 16), (1, 2), step),
+    Case("drawing", f"A token drawn from {ABOUT}, with top-k and top-p.", "batch", (1, 16), (1, 2), drawing),
+    Case("wide-step", f"One step of {WIDE}.", "d_model", (512,), (32,), _one_row(step)),
     Case(
-        "drawing", f"A token drawn from {DECODER}, with top-k and top-p.", "batch", (1, 16), (1, 2), drawing
+        "wide-drawing",
+        f"A token drawn from {WIDE}, with top-k and top-p.",
+        "d_model",
+        (512,),
+        (32,),
+        _one_row(drawing),
     ),
-    Case("wide-step", "`step` for one sequence, wider.", "d_model", (512,), (32,), _one_row(step)),
-    Case("wide-drawing", "`drawing` for one sequence, wider.", "d_model", (512,), (32,), _one_row(drawing)),
 ]

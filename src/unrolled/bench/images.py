@@ -114,7 +114,7 @@ CASES = [
     Case("images", f"A level of an image, {ABOUT}.", "levels", tuple(LAYERS), (12, 20), images),
     Case(
         "images-recomputed",
-        f"The same without a cache: everything is computed again for each level, {ABOUT}.",
+        f"A level of an image by softmax attention that computes everything again for each level, {ABOUT}.",
         "levels",
         tuple(LAYERS),
         (12, 20),
