@@ -12,6 +12,7 @@ import torch
 
 from unrolled.cli import bleu, run_config
 
+pytest.importorskip("transformers")  # of linearize
 FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
 pytestmark = pytest.mark.checkout
 
