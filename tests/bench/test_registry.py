@@ -5,9 +5,10 @@ import re
 from unittest import mock
 
 import pytest
+import torch
 from commands import error, works
 
-from unrolled.bench import cases, runner
+from unrolled.bench import cases, definitions, runner
 from unrolled.bench.case import Settings
 from unrolled.bench.machine import Limits
 from unrolled.bench.report import Report
@@ -64,6 +65,19 @@ def test_without_cuda_its_cases_draw_no_inputs(monkeypatch):
         assert {row.reason for row in rows} == {"it runs on --device cuda"}
 
 
+def test_a_recurrence_is_defined_on_one_thread(monkeypatch):
+    threads = []
+
+    def noted(*inputs):
+        threads.append(torch.get_num_threads())
+        return inputs[0]
+
+    monkeypatch.setattr(definitions, "delta", noted)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert cases.find("delta").problem(64, Settings()).definitions["channel"].results
+    assert threads == [1]
+
+
 def test_a_quick_run_of_everything(tmp_path, monkeypatch):
     """Every case runs, and every contender that is here is right."""
     monkeypatch.setattr("unrolled.bench.plots.DPI", 40)
@@ -76,9 +90,7 @@ def test_a_quick_run_of_everything(tmp_path, monkeypatch):
     assert {row.status for row in report.rows if not row.ours} <= {"ok", "missing", "not measured"}
     without = {"missing"} if native.missing() else set()
     assert {row.status for row in report.rows if row.ours} <= {"ok", "not measured"} | without
-    assert (
-        exports.call_count <= 2
-    )  # of the models of `step` and `wide-step`, each once for all batches and graphs
+    assert exports.call_count <= 2  # one for `step`, one for `wide-step`
     plain = [
         row for row in report.rows if row.contender == "unrolled plain" and row.case.startswith("linear")
     ]
