@@ -119,6 +119,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=600)
     parser.add_argument("--int8-loss", type=Path, metavar="RUN_DIR")
     arguments = parser.parse_args()
+    if arguments.tokens < TURN:
+        parser.error(f"--tokens is {arguments.tokens}, but must be at least {TURN}, the tokens of a turn")
     torch.set_num_threads(1)
     if arguments.int8_loss is not None:
         int8_loss(arguments.int8_loss)

@@ -5,8 +5,8 @@
     python benchmarks/linearize.py --table          # print the stored figures, compute nothing
     python benchmarks/linearize.py --scale 0.01     # a trial
 
-The model, the runs and the figures are stored in runs/linearize. What is stored there is not computed again.
-An interrupted run continues where it stopped.
+The model, the runs and the figures are stored in runs/linearize, those of a trial in a folder in it. What is
+stored is not computed again. An interrupted run continues where it stopped.
 """
 
 import argparse
@@ -72,8 +72,11 @@ def main() -> None:
     parser.add_argument("recipes", nargs="*", help="all of them by default")
     parser.add_argument("--table", action="store_true", help="compute nothing")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of the numbers of updates")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, help="the folder of what is stored")
     chosen = parser.parse_args()
+    if unknown := set(chosen.recipes) - RECIPES.keys():
+        parser.error(f"there is no recipe {min(unknown)!r}; the recipes are {', '.join(RECIPES)}")
+    chosen.out = chosen.out or (OUT if chosen.scale == 1 else OUT / f"scale-{chosen.scale:g}")
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     if not chosen.table:
@@ -91,7 +94,7 @@ def trained(out: Path, scale: float) -> tuple[Any, Any]:
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(vocab_size=dataset.vocab_size, **MODEL))
     folder = out / "model"
-    if not (folder / "model.safetensors").exists():
+    if not stored(folder):
         config = scaled(TEACHER, scale)
         if train(LanguageModel(model), dataset, config, out / "training").steps < config.steps:
             raise KeyboardInterrupt
@@ -103,13 +106,18 @@ def trained(out: Path, scale: float) -> tuple[Any, Any]:
 def linearized(name: str, teacher: Any, dataset: Any, out: Path, scale: float) -> None:
     """Run one recipe, unless its result is stored."""
     folder, recipe = out / name, RECIPES[name]
-    if (folder / "model.safetensors").exists():
+    if stored(folder):
         return
     print(f"{ABOUT[name]}:", flush=True)
     stages = {x: getattr(recipe, x) and scaled(getattr(recipe, x), scale) for x in ("transfer", "finetune")}
     model, losses = train_linearized(teacher, dataset, replace(recipe, **stages), folder)
     model.save_pretrained(folder)
     print(losses, flush=True)
+
+
+def stored(folder: Path) -> bool:
+    """Whether a model was written to a folder, which has checkpoints before that."""
+    return (folder / "model.safetensors").exists()
 
 
 def scaled(config: TrainConfig, scale: float) -> TrainConfig:
@@ -122,16 +130,14 @@ def scaled(config: TrainConfig, scale: float) -> TrainConfig:
 def costs(teacher: Any, out: Path) -> None:
     """Measure the time per token and the size of the cache of each model, after each length of context.
 
-    The models read tokens in turn. The times are processor times of one thread, so other programs do not
-    add to them.
+    Nothing is measured if the stored figures have all models. The models read tokens in turn. The times are
+    processor times of one thread, so other programs do not add to them.
     """
     file = out / "costs.json"
-    if file.exists():
+    names = [name for name in RECIPES if name != "softmax" and stored(out / name)]
+    if file.exists() and {row["recipe"] for row in json.loads(file.read_text())} >= {"softmax", *names}:
         return
-    models = {"softmax": teacher}
-    models |= {
-        name: load_linearized(out / name) for name in RECIPES if name != "softmax" and (out / name).exists()
-    }
+    models = {"softmax": teacher} | {name: load_linearized(out / name) for name in names}
     rows = []
     for context in CONTEXTS:
         prompt = torch.randint(65, (1, context), generator=torch.Generator().manual_seed(0))

@@ -47,7 +47,9 @@ def main() -> None:
     for length in [0, *chosen.lengths]:
         command = [sys.executable, *sys.argv, "--measure", str(length)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+        result = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
+        if result.returncode:
+            sys.exit(result.returncode)
         found = json.loads(result.stdout.splitlines()[-1])
         base = base or found["speed"]
         name = f"{found['tokens']:,}" if length else f"windows of {WINDOW:,}"
@@ -67,6 +69,8 @@ def measured(chosen: argparse.Namespace) -> dict[str, float]:
         content = file.read()
     vocabulary = data.load("text", path=chosen.text)
     ids = vocabulary.encode(content[: updates * length + 1])
+    if len(ids) <= updates * length:
+        sys.exit(f"{chosen.text} has {len(ids):,} tokens, but must have more than {updates * length:,}")
     config = TrainConfig(segment=chosen.segment if chosen.measure else None, bf16=chosen.bf16)
     model = Decoder(
         DecoderConfig(vocabulary.vocab_size, d_model=256, n_layers=8, n_heads=8, positions="rotary")

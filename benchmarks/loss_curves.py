@@ -21,7 +21,7 @@ parser.add_argument("--out", type=Path, default=Path("loss_curves.png"))
 chosen = parser.parse_args()
 
 losses = {
-    run.name: {line["step"]: line["loss"] for line in read_log(run / "log.jsonl") if line["event"] == "eval"}
+    str(run): {line["step"]: line["loss"] for line in read_log(run / "log.jsonl") if line["event"] == "eval"}
     for run in chosen.runs
 }
 figure, axes = pyplot.subplots(figsize=(5.6, 3.5), layout="constrained")

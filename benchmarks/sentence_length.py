@@ -9,6 +9,7 @@ captions are long. The plot follows figure 2 of Bahdanau et al. 2014, arXiv 1409
 import argparse
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def groups(pairs: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
 
 
 def scores(run_dir: Path, limit: int | None) -> Iterator[tuple[float, float]]:
-    """Yield the mean number of words of the sources, and the BLEU, for each group."""
+    """Yield the mean number of words of the sources, and the BLEU, for each group; NaN for an empty one."""
     run = run_config.resolve(run_config.read_saved(run_dir))
     data: Any = run.dataset
     model: Any = models.load(run_dir).eval()
@@ -51,6 +52,9 @@ def scores(run_dir: Path, limit: int | None) -> Iterator[tuple[float, float]]:
         pair for n in (1, 2, 3) for pair in zip(*(joined(side[:limit], n) for side in sides), strict=True)
     ]
     for group in groups(pairs):
+        if not group:
+            yield nan, nan
+            continue
         sources, references = zip(*group, strict=True)
         found = translations_of(model, data, sources, BEAM, LENGTH_PENALTY)
         bleu, _ = scorer()(found, references)

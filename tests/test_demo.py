@@ -19,6 +19,7 @@ from typer.testing import Result
 from unrolled.bench import measure, plots
 from unrolled.bench.units import brief_time, duration, size
 from unrolled.cli.run_config import read, resolve
+from unrolled.decode import Plan
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops.state import nbytes
 from unrolled.training.memory import PeakBytes
@@ -221,6 +222,20 @@ def test_bytes_of_a_step_are_those_of_the_state():
     assert costs["softmax_recompute"][0].nbytes < costs["softmax_recompute"][1].nbytes
 
 
+@pytest.mark.parametrize("attention", ["linear", "softmax", "window"])
+def test_a_plan_that_reads_again_reads_the_same_and_copies_no_cache(attention, monkeypatch):
+    model = Decoder(DecoderConfig(attention=attention, **SHAPE)).eval()
+    runner = measure.planned(model)
+    with torch.inference_mode():
+        task = measure.stepping(model)(30)
+        expected, _ = runner.prefill(measure.random_tokens(model, 30 + task.tokens), runner.init_state(1))
+        if isinstance(runner, Plan):
+            monkeypatch.setattr(Plan, "_resized", None)
+        first, second = task.run(), task.run()
+    torch.testing.assert_close(first, expected[:, -1])
+    assert torch.equal(first, second)
+
+
 def test_contenders_take_turns_and_the_median_is_reported(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
@@ -261,7 +276,10 @@ def test_peak_bytes_counts_what_is_alive_at_once():
     [
         (brief_time, 0.00123456, "1.23 ms"),
         (brief_time, 0.1, "100 ms"),
+        (brief_time, 0.9996, "1 s"),
         (brief_time, 1.5, "1.5 s"),
+        (brief_time, 999.4, "999 s"),
+        (brief_time, 1234.4, "1,234 s"),
         (size, 512, "512 bytes"),
         (size, 34_856, "34.9 kB"),
         (size, 999_999, "1 MB"),

@@ -9,7 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from unrolled import linear_attention
 from unrolled.bench import flops
 from unrolled.models import Decoder, DecoderConfig
+from unrolled.ops.delta import delta_rule
 from unrolled.ops.dplr import dplr
+from unrolled.ops.gla import diagonal_linear_attention
 
 N, D, M = 5, 3, 2
 
@@ -124,6 +126,86 @@ def test_the_gradient_of_linear_attention(inputs, normalize):
     _, *exact = by_autograd(inputs, lambda *x: linear_attention(*x, causal=True, normalize=normalize))
     for found, expected in zip((dq, dk, dv), exact, strict=True):
         torch.testing.assert_close(torch.tensor(found).double(), expected)
+
+
+def with_gates(inputs):
+    """Return q, k, v, gates of every feature, and the gradient of the output."""
+    q, k, v, grad_o = inputs
+    return q, k / 2, v, (q + k) / 3, grad_o
+
+
+def by_gates(inputs, attention):
+    """Return what `by_autograd` does, with the gradient of the gates instead of their logarithms."""
+    *given, gates, grad_o = inputs
+    *found, of_gates = by_autograd((*given, gates.log(), grad_o), attention)
+    return [*found, of_gates / gates]
+
+
+def assert_equal(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(ours).double(), theirs)
+
+
+def test_linear_attention_with_a_gate_for_every_feature(inputs):
+    inputs = with_gates(inputs)
+    q, k, v, a, g = map(numbers, inputs)
+    Counted.count = 0
+    S, o, kept = zeros(D, M), [], [zeros(D, M)]
+    for t in range(N):
+        S = [[a[t][d] * S[d][m] + k[t][d] * v[t][m] for m in range(M)] for d in range(D)]
+        o.append([dot(q[t], [S[d][m] for d in range(D)]) for m in range(M)])
+        kept.append(S)
+    assert flops.gated_linear_attention(N, D, M, gradients=False) == Counted.count
+
+    dS, found = zeros(D, M), []
+    for t in reversed(range(N)):
+        dq = [dot(kept[t + 1][d], g[t]) for d in range(D)]
+        dS = [[dS[d][m] + q[t][d] * g[t][m] for m in range(M)] for d in range(D)]
+        dk = [dot(dS[d], v[t]) for d in range(D)]
+        dv = [dot(k[t], [dS[d][m] for d in range(D)]) for m in range(M)]
+        da = [dot(dS[d], kept[t][d]) for d in range(D)]
+        dS = [[a[t][d] * dS[d][m] for m in range(M)] for d in range(D)]
+        found.insert(0, (dq, dk, dv, da))
+    assert flops.gated_linear_attention(N, D, M, gradients=True) == Counted.count
+    assert_equal([o, *zip(*found, strict=True)], by_gates(inputs, diagonal_linear_attention))
+
+
+def test_the_delta_rule_and_its_gradient(inputs):
+    q, k, v, gates, grad_o = with_gates(inputs)
+    inputs = q, k, v, gates[:, :1], gates, grad_o
+    q, k, v, beta, a, g = map(numbers, inputs)
+    Counted.count = 0
+    S, o, kept = zeros(D, M), [], []
+    for t in range(N):
+        before, S = S, [[a[t][d] * S[d][m] for m in range(M)] for d in range(D)]
+        u = [v[t][m] + Counted(-dot(k[t], [S[d][m] for d in range(D)])) for m in range(M)]
+        n = [beta[t][0] * x for x in u]
+        kept.append((before, S, u, n))
+        S = [[S[d][m] + k[t][d] * n[m] for m in range(M)] for d in range(D)]
+        o.append([dot(q[t], [S[d][m] for d in range(D)]) for m in range(M)])
+    assert flops.delta_rule(N, D, M) == Counted.count
+
+    after = [*(before for before, *_ in kept[1:]), S]
+    Counted.count = 0
+    dS, found = zeros(D, M), []
+    for t in reversed(range(N)):
+        before, S, u, n = kept[t]
+        dq = [dot(after[t][d], g[t]) for d in range(D)]
+        dS = [[dS[d][m] + q[t][d] * g[t][m] for m in range(M)] for d in range(D)]
+        dn = [dot(k[t], [dS[d][m] for d in range(D)]) for m in range(M)]
+        dbeta, du = dot(dn, u), [beta[t][0] * x for x in dn]
+        dk = [dot(dS[d], n) + Counted(-dot(S[d], du)) for d in range(D)]
+        minus = [Counted(-x) for x in du]
+        dS = [[dS[d][m] + k[t][d] * minus[m] for m in range(M)] for d in range(D)]
+        da = [dot(dS[d], before[d]) for d in range(D)]
+        dS = [[a[t][d] * dS[d][m] for m in range(M)] for d in range(D)]
+        found.insert(0, (dq, dk, du, [dbeta], da))
+    assert flops.delta_rule_gradient(N, D, M) == Counted.count
+
+    def rule(q, k, v, beta, log_decay):
+        return delta_rule(q, k, v, beta[..., 0], log_decay=log_decay)[0]
+
+    assert_equal([o, *zip(*found, strict=True)], by_gates(inputs, rule))
 
 
 def test_the_rule_of_rwkv7_and_its_gradient():

@@ -18,10 +18,13 @@ def statuses(case: str, size: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
 def test_the_chunked_lines_take_any_length(length):
-    q, k, v = (torch.rand(1, 2, length, 8, dtype=torch.float64) for _ in range(3))
+    leaves = [torch.rand(1, 2, length, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    q, k, v = leaves
     weights = (q @ k.mT).tril()
-    exact = weights @ v / weights.sum(-1, keepdim=True)
-    torch.testing.assert_close(peers.chunked(q, k, v), exact)
+    exact, found = weights @ v / weights.sum(-1, keepdim=True), peers.chunked(q, k, v)
+    gradients = [torch.autograd.grad(o.square().sum(), leaves) for o in (found, exact)]
+    torch.testing.assert_close(found, exact)
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.oracles

@@ -1,18 +1,29 @@
 """The registry of cases and its command: the list, a quick run of each case, and errors."""
 
 import json
+import re
+from unittest import mock
 
 import pytest
+import torch
 from commands import error, works
 
-from unrolled.bench import cases
+from unrolled.bench import cases, definitions, runner
 from unrolled.bench.case import Settings
+from unrolled.bench.machine import Limits
 from unrolled.bench.report import Report
+from unrolled.interop import onnx
+from unrolled.ops import native
 
 
 def test_the_list_names_every_case():
     printed = works("bench", "--list").stdout
     assert [line.split()[0] for line in printed.splitlines()] == list(cases.CASES)
+
+
+def test_every_description_stands_alone():
+    leaning = re.compile("[Tt]he same|`|wider")
+    assert not [case.name for case in cases.CASES.values() if leaning.search(case.about)]
 
 
 def test_what_is_measured():
@@ -37,13 +48,49 @@ def test_lengths_replace_lengths_and_nothing_else():
     assert cases.find("linear-forward").chosen_sizes(Settings())[-1] == 16_384
 
 
+def test_without_kernels_no_plan_draws(monkeypatch):
+    monkeypatch.setattr("unrolled.ops.native.missing", lambda: "no compiler was found")
+    settings, limits = Settings(quick=True), Limits(None, "no compiler was found", 1e9, 1e9)
+    rows = runner.run_problem(cases.find("drawing").problem(1, settings), settings, limits)
+    assert {row.status for row in rows} == {"missing"}
+
+
+def test_without_cuda_its_cases_draw_no_inputs(monkeypatch):
+    monkeypatch.setattr("unrolled.bench.cuda.random_inputs", lambda *_: pytest.fail("drawn"))
+    settings, limits = Settings(quick=True), Limits(None, "", 1e9, 1e9)
+    for size in (100, 2048):
+        problem = cases.find("cuda-delta").problem(size, Settings())
+        assert problem.tokens == 32_768 // size * size
+        rows = runner.run_problem(problem, settings, limits)
+        assert {row.reason for row in rows} == {"it runs on --device cuda"}
+
+
+def test_a_recurrence_is_defined_on_one_thread(monkeypatch):
+    threads = []
+
+    def noted(*inputs):
+        threads.append(torch.get_num_threads())
+        return inputs[0]
+
+    monkeypatch.setattr(definitions, "delta", noted)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert cases.find("delta").problem(64, Settings()).definitions["channel"].results
+    assert threads == [1]
+
+
 def test_a_quick_run_of_everything(tmp_path, monkeypatch):
     """Every case runs, and every contender that is here is right."""
     monkeypatch.setattr("unrolled.bench.plots.DPI", 40)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # more threads are slower on a busy machine
+    exports = mock.Mock(wraps=onnx.export)
+    monkeypatch.setattr(onnx, "export", exports)
     works("bench", "--quick", "--out", tmp_path)
     report = Report.from_json((tmp_path / "results.json").read_text())
     assert {row.case for row in report.rows} == set(cases.CASES)
-    assert {row.status for row in report.rows} <= {"ok", "missing", "not measured"}
+    assert {row.status for row in report.rows if not row.ours} <= {"ok", "missing", "not measured"}
+    without = {"missing"} if native.missing() else set()
+    assert {row.status for row in report.rows if row.ours} <= {"ok", "not measured"} | without
+    assert exports.call_count <= 2  # one for `step`, one for `wide-step`
     plain = [
         row for row in report.rows if row.contender == "unrolled plain" and row.case.startswith("linear")
     ]
@@ -59,6 +106,10 @@ def test_a_quick_run_of_everything(tmp_path, monkeypatch):
     ("arguments", "sentence"),
     [
         (["nothing"], "there is no case 'nothing'; the cases are linear-forward, "),
+        (
+            ["step", "--only", "nobody"],
+            "--only is 'nobody', but the contenders are: unrolled, plan in fp32; ",
+        ),
         (["step", "--lengths", "ten"], "--lengths is 'ten', but must be positive integers separated by"),
         (["step", "--lengths", "0,5"], "--lengths is '0,5', but must be positive"),
         (["step", "--lengths", ","], "--lengths is ',', but must be positive"),

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import mmap
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from commands import run
 from unrolled.bench import case, cases, machine, memory, runner
 from unrolled.bench.case import Contender, Definition, MissingError, NotMeasuredError, Problem, Settings
 from unrolled.bench.machine import Limits
+from unrolled.bench.report import Report
 from unrolled.contract import UnsupportedError
 
 LIMITS = Limits(flops=1e9, flops_missing="", copying=2e9, reading=1e9)
@@ -56,7 +58,7 @@ def test_a_correct_contender_is_timed_relative_to_the_limits():
     ("prepare", "words"),
     [
         (doubling(2.002), "max error 0.001 in y, where at most 1e-06 is rounding"),
-        (doubling(math.nan), "max error inf in y"),
+        (doubling(math.nan), "max error inf in y (NaN)"),
         (lambda: lambda: [X[:3]], "max error inf in y (of shape [3], not [100])"),
     ],
 )
@@ -79,10 +81,20 @@ def test_one_wrong_number_among_gradients_is_enough():
     assert name == "dq"
 
 
+def test_the_size_of_a_result_that_is_zero_but_for_rounding_is_that_of_the_largest():
+    exact = [X.double(), torch.full((5,), 1e-16).double(), torch.zeros(5).double()]
+    definition = Definition(lambda: exact, ["o", "dq", "dk"], 1e-6)
+    error, name = runner.largest_error([X, torch.full((5,), 1e-5), torch.full((5,), -2e-5)], definition)
+    assert (error, name) == (pytest.approx(2e-7), "dk")
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (ImportError("No module named 'peer'"), "missing"),
+        (ModuleNotFoundError("No module named 'peer'", name="peer"), "missing"),
+        (ImportError("cannot import name 'f' from 'peer'", name="peer"), "missing"),
+        (ModuleNotFoundError("No module named 'unrolled.gone'", name="unrolled.gone"), "failed"),
+        (ImportError("cannot import name 'f' from 'unrolled'", name="unrolled"), "failed"),
         (MissingError("peer is 1.0,\n expected 2.0"), "missing"),
         (UnsupportedError("not built"), "missing"),
         (NotMeasuredError("no CUDA device"), "not measured"),
@@ -109,12 +121,40 @@ def test_the_best_peer_is_the_fastest_that_is_right_and_not_ours(monkeypatch):
     assert found["cheat"].best_peer is None
 
 
+def test_a_peer_of_another_function_is_not_the_best_one(monkeypatch):
+    monkeypatch.setattr(runner, "take_turns", lambda runs, **_: {name: [len(name)] for name in runs})
+    own, other = problem(("ours", doubling(), {"ours": True})), problem(("peer", doubling(), {}))
+    [faster] = (dataclasses.replace(x, name="f", definition="other") for x in other.contenders)
+    kinds = own.definitions | {"other": own.definitions["double"]}
+    made = Problem([*own.contenders, *other.contenders, faster], kinds)
+    found = runner.run_problem(made, Settings(), LIMITS)
+    assert [row.best_peer for row in found] == [4.0, 4.0, 1.0]
+
+
 def test_some_may_be_chosen_by_a_word_of_their_names():
     chosen = Settings(seconds=0.0, only=("b", "z"))
     two = problem(("ours a", doubling(), {}), ("ours b", doubling(), {}))
     assert [row.contender for row in runner.run_problem(two, chosen, LIMITS)] == ["ours b"]
-    with pytest.raises(ValueError, match="--only is 'ou', but the contenders are: ours a; ours b"):
-        runner.run_problem(two, Settings(only=("ou",)), LIMITS)
+
+
+def test_cases_without_a_chosen_contender_are_left_out(wrong_case):
+    only = partial(Settings, quick=True)
+    other = dataclasses.replace(cases.find("threads"), name="other")
+    both = [wrong_case, other]
+    assert runner.matching(both, only(only=("cheat", "nobody"))) == [wrong_case]
+    assert runner.matching(both, only(only=("native", "cheat"))) == both
+    with pytest.raises(ValueError, match="--only is 'ch', but the contenders are: right; cheat; unrolled "):
+        runner.matching(both, only(only=("ch",)))
+
+
+def test_the_command_measures_each_chosen_case_once(wrong_case, tmp_path):
+    names = ["linear-forward", "doubling", "doubling"]
+    run("bench", *names, "--only", "cheat", "--quick", "--out", tmp_path)
+    found = Report.from_json((tmp_path / "results.json").read_text())
+    assert [(row.case, row.size, row.contender) for row in found.rows] == [
+        ("doubling", 1, "cheat"),
+        ("doubling", 2, "cheat"),
+    ]
 
 
 def test_a_word_ends_at_a_comma():
@@ -198,10 +238,11 @@ def test_the_limits_without_and_with_native_kernels(monkeypatch):
     assert machine.limits(settings).flops == 1e11  # of two threads
 
 
-def test_the_machine_is_described():
+def test_the_machine_is_described(monkeypatch):
+    monkeypatch.setattr(machine, "version", lambda package: "1.0")
     described = machine.describe(Settings(threads=3))
     assert described["threads"] == 3
-    assert described["versions"].keys() >= {"unrolled", "python", "torch", "numpy"}
+    assert described["versions"].keys() >= {"unrolled", "python", "torch", "numpy", "llama-cpp-python"}
     assert described["processor"]
 
 
@@ -226,6 +267,10 @@ def test_peak_memory_in_a_process_of_its_own():
 
 
 @pytest.mark.skipif(not memory.CLEAR.exists(), reason="the system does not report the peak of a process")
-def test_an_end_of_that_process_is_reported():
+def test_an_end_of_that_process_is_reported(tmp_path, monkeypatch):
+    ending = tmp_path / "python"
+    ending.write_text("#!/bin/sh\necho first >&2; echo StopIteration >&2; exit 1\n")
+    ending.chmod(0o700)
+    monkeypatch.setattr(memory.sys, "executable", str(ending))
     with pytest.raises(RuntimeError, match="measures the memory of nobody ended: StopIteration"):
         memory.peaks(cases.find("linear-forward"), "nobody", [64], Settings())

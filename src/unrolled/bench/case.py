@@ -49,7 +49,7 @@ class Definition:
     """The function that a contender must compute: its results in fp64, and the work it needs.
 
     Attributes:
-        compute: computes the results, by code that no contender shares.
+        compute: computes the results, if possible by code that no contender shares.
         names: the names of the results.
         tolerance: the largest error of a correct contender, relative to the largest number of each result; or
             a function that measures it.
@@ -85,7 +85,7 @@ class Contender:
         name: its name in the tables.
         prepare: does the untimed set-up (imports, casts, copies) and returns the function to time, which
             takes no arguments and returns its results in the definition's order. Raises `MissingError`,
-            `ImportError` or `NotMeasuredError` if it cannot run.
+            `ImportError` of another library, or `NotMeasuredError` if it cannot run.
         definition: the name of the function that it computes, in the problem's `definitions`.
         ours: whether this project made it; all others are peers.
         threads: CPU threads, instead of those of the settings.

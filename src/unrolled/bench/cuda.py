@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -59,10 +59,15 @@ class Rule(NamedTuple):
     define: Function
 
 
+def sequences(length: int, settings: Settings) -> int:
+    """How many sequences of this length there are."""
+    return 1 if settings.quick else max(1, TOKENS // length)
+
+
 def random_inputs(length: int, settings: Settings) -> Inputs:
     """Draw normal numbers; beta is between 0 and 1, gates are logarithms close to 0."""
     generator = torch.Generator(settings.device).manual_seed(length)
-    shape = 1 if settings.quick else max(1, TOKENS // length), length, HEADS, WIDTH
+    shape = sequences(length, settings), length, HEADS, WIDTH
     q, k, v, grad_o, noise = (
         torch.randn(shape, generator=generator, device=settings.device) for _ in range(5)
     )
@@ -73,17 +78,19 @@ def random_inputs(length: int, settings: Settings) -> Inputs:
 
 def problem(length: int, settings: Settings, *, rule: Rule, gradients: bool) -> Problem:
     """Compare all contenders at one length."""
-    inputs = random_inputs(length, settings)
-    arguments, grad_o = rule.arguments(inputs), inputs.grad_o
+    inputs = cache(partial(random_inputs, length, settings))  # not drawn where nothing runs
+    arguments: dict[str, Callable[[], Sequence[Tensor]]] = {
+        rule.name: cache(lambda: rule.arguments(inputs())),
+        "softmax": lambda: inputs()[:3],
+    }
 
     def run(name: str, load: Callable[[], Function], backend: str | None = None) -> Contender:
-        softmax = load is _flash
-        given = inputs[:3] if softmax else arguments
+        kind = "softmax" if load is _flash else rule.name
 
         def prepare() -> Callable[[], Sequence[Tensor]]:
-            if not grad_o.is_cuda:
+            if not settings.device.startswith("cuda"):
                 raise NotMeasuredError("it runs on --device cuda")
-            job = bind(load(), given, grad_o=grad_o, gradients=gradients)
+            job = bind(load(), arguments[kind](), grad_o=inputs().grad_o, gradients=gradients)
 
             def with_kernels() -> Sequence[Tensor]:
                 with nullcontext() if backend is None else prefer(backend), required():
@@ -91,14 +98,14 @@ def problem(length: int, settings: Settings, *, rule: Rule, gradients: bool) -> 
 
             return with_kernels
 
-        return Contender(name, prepare, "softmax" if softmax else rule.name, ours=backend is not None)
+        return Contender(name, prepare, kind, ours=backend is not None)
 
-    def define(function: Function, arguments: Sequence[Tensor], names: Sequence[str]) -> Definition:
+    def define(kind: str, function: Function, names: Sequence[str]) -> Definition:
         def compute() -> Sequence[Tensor]:
-            exact = [compared(x).double() for x in arguments]
-            return bind(function, exact, grad_o=compared(grad_o).double(), gradients=gradients)()
+            exact = [compared(x).double() for x in arguments[kind]()]
+            return bind(function, exact, grad_o=compared(inputs().grad_o).double(), gradients=gradients)()
 
-        allowed = tolerance(grad_o.dtype, length + WIDTH)
+        allowed = tolerance(torch.bfloat16, length + WIDTH)
         return Definition(compute, names if gradients else names[:1], allowed, compared=compared)
 
     contenders = [
@@ -107,10 +114,10 @@ def problem(length: int, settings: Settings, *, rule: Rule, gradients: bool) -> 
         run("SDPA flash", _flash),
     ]
     defined = {
-        rule.name: define(rule.define, arguments, ("o", *(f"d{name}" for name in rule.names))),
-        "softmax": define(partial(definitions.attention, softmax=True), inputs[:3], RESULTS),
+        rule.name: define(rule.name, rule.define, ("o", *(f"d{name}" for name in rule.names))),
+        "softmax": define("softmax", partial(definitions.attention, softmax=True), RESULTS),
     }
-    return Problem(contenders, defined, tokens=grad_o.shape[0] * length)
+    return Problem(contenders, defined, tokens=sequences(length, settings) * length)
 
 
 def compared(x: Tensor) -> Tensor:
@@ -194,7 +201,8 @@ RULES = (
 CASES = [
     Case(
         f"cuda-{rule.name}{suffix}",
-        f"On CUDA in bf16, 16 heads of 64, 32,768 tokens: {rule.about}, {what}.",
+        f"On CUDA in bf16, {HEADS} heads of {WIDTH}, as many sequences as {TOKENS:,} tokens hold, at least "
+        f"one: {rule.about}, {what}.",
         "N",
         (2048, 8192),
         (64,),

@@ -51,9 +51,9 @@ def delta_rule_gradient(length: int, width: int, values: int) -> int:
 
     dq = S g, dS += q g^T, dn = dS^T k, dk = dS n, then with du = b dn and the state S before n was written
     dk -= S du, dS -= k du^T: 2 width * values each. da = sum(dS * S) takes as much, dS <- diag(a) dS half as
-    much.
+    much. The difference in dk, du and db = dn . u take the rest.
     """
-    return length * (15 * width * values + 2 * width + 3 * values)
+    return length * (15 * width * values + width + 3 * values)
 
 
 def dplr(length: int, width: int, values: int) -> int:

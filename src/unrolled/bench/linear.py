@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from unrolled.bench import attention, peers
-from unrolled.bench.attention import Inputs, contender, define, random_inputs
+from unrolled.bench.attention import PASSES, Inputs, contender, define, random_inputs
 from unrolled.bench.case import Case, Contender, Definition, NotMeasuredError, Problem, Settings
 from unrolled.ops.linear import linear_attention, operator
 
@@ -76,9 +76,14 @@ def _onnxruntime(inputs: Inputs, settings: Settings, gradients: bool) -> Contend
 
 
 CASES = [
-    Case(name, about, "N", LENGTHS, QUICK, partial(problem, gradients=gradients), memory=True)
-    for gradients, name, about in (
-        (False, "linear-forward", "Causal normalised linear attention, fp32, B = 1, H = 8, D = M = 64."),
-        (True, "linear-training", "The same, forward and backward."),
+    Case(
+        f"linear{suffix or '-forward'}",
+        f"Causal normalised linear attention, fp32, B = 1, H = 8, D = M = 64, {what}.",
+        "N",
+        LENGTHS,
+        QUICK,
+        partial(problem, gradients=gradients),
+        memory=True,
     )
+    for gradients, suffix, what in PASSES
 ]

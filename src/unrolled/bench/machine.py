@@ -19,7 +19,7 @@ from unrolled.threads import cpu_threads
 from unrolled.training.memory import machine_bytes
 
 BUFFER = 1 << 28  # bytes, far more than the last-level cache holds
-PEERS = ("pytorch-fast-transformers", "fla-core", "onnxruntime", "triton", "numpy")
+PEERS = ("pytorch-fast-transformers", "fla-core", "onnxruntime", "llama-cpp-python", "triton", "numpy")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from unrolled.contract import UnsupportedError
 from unrolled.decode import Plan, plan
 from unrolled.models import Decoder, DecoderConfig
-from unrolled.ops.state import map_tensors, nbytes
+from unrolled.ops.state import nbytes
 from unrolled.threads import cpu_threads
 from unrolled.training.memory import PeakBytes
 
@@ -84,9 +84,10 @@ def stepping(model: Any, begin: Callable[[], Any] | None = None) -> Contender:
     def prepare(position: int) -> Task:
         tokens = random_tokens(model, position + WINDOW)
         _, start = runner.prefill(tokens[:, :position], begin() if begin else runner.init_state(1))
+        again = repeatable(runner, start, WINDOW)
 
         def run() -> Any:
-            state = map_tensors(Tensor.clone, start) if options else start
+            state = again()
             for token in tokens[:, position:].unbind(1):
                 logits, state = runner.step(token, state, **options)
             return logits
@@ -94,6 +95,18 @@ def stepping(model: Any, begin: Callable[[], Any] | None = None) -> Contender:
         return Task(run, WINDOW, nbytes(start))
 
     return prepare
+
+
+def repeatable(runner: Any, start: Any, tokens: int) -> Callable[[], Any]:
+    """Return a function that returns the state `start` in every call, to read up to `tokens` more tokens.
+
+    A plan that reads in place writes to its cache only behind what was read before. So the cache gets room
+    once, and each call copies only the rest of the state: the clock does not count the copy of a cache.
+    """
+    if not isinstance(runner, Plan):
+        return lambda: start
+    roomy = runner.resized(start, int(start.position.max()) + tokens)
+    return lambda: roomy._replace(position=roomy.position.clone(), fixed=roomy.fixed.clone())
 
 
 def planned(model: Any) -> Any:

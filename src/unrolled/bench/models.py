@@ -21,6 +21,7 @@ SHAPE: dict[str, Any] = {
     "norm": "post",  # as in pytorch-fast-transformers, so that it can run the same weights
     "positions": "none",
 }
+ABOUT = "a decoder, 8 layers, 8 heads, 256 wide, feed-forward 1,024, 256 outcomes"
 TINY = {"vocab_size": 8, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 32}  # for a quick run
 STEPS = 64
 ROUNDINGS = 4  # parts of a layer that round one after the other: attention, feed-forward and two norms
@@ -166,7 +167,7 @@ def attention_operations(model: Decoder, length: int, *, gradients: bool) -> int
 CASES = [
     Case(
         "position",
-        "A step of the same decoder, batch 1, after N tokens: linear attention against softmax.",
+        f"A step of {ABOUT}, batch 1, after N tokens: linear attention against softmax.",
         "N",
         (100, 1000, 4000),
         (8, 16),
@@ -174,7 +175,7 @@ CASES = [
     ),
     Case(
         "training",
-        "The loss of one sequence and its gradient in the same decoder: linear attention against softmax.",
+        f"The loss of one sequence and its gradient in {ABOUT}: linear attention against softmax.",
         "N",
         (784, 4096),
         (16, 32),

@@ -25,7 +25,7 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, chunk: int = 64) -> Tensor:
     before = F.pad(states[:, :, :-1], (0, 0, 0, 0, 1, 0))
     o = q @ before + (q @ k.mT).tril() @ v
     divisor = (q.flatten(2, 3) * k.flatten(2, 3).cumsum(2)).sum(-1, keepdim=True)
-    return (o.flatten(2, 3) / divisor)[:, :, :N]
+    return o.flatten(2, 3)[:, :, :N] / divisor[:, :, :N]  # at padding, both are 0
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:

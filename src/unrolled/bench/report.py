@@ -25,7 +25,7 @@ class Row:
         error, tolerance: the largest relative error of its results against fp64, and the tolerance.
         threads, runs: CPU threads, and how many timings there are.
         median, least, most: seconds of a job.
-        best_peer: the median of the fastest contender that is not ours.
+        best_peer: the median of the fastest contender that is not ours and has the same definition.
         working: the fraction of CPU time that this process got while it timed all contenders, if each ran on
             one thread.
         tokens_per_second: if a job has tokens.

@@ -20,6 +20,24 @@ from unrolled.contract import UnsupportedError
 from unrolled.threads import cpu_threads
 
 LEAST = 3  # minimum timings of each contender, however long one takes
+NOTHING = 1e-9  # below this part of the largest number of all results, a result is zero but for rounding
+
+
+def matching(cases: Sequence[Case], settings: Settings) -> list[Case]:
+    """Leave out the cases of whose contenders the settings choose none.
+
+    Raises:
+        ValueError: the settings choose no contender of any case.
+    """
+    names = {}
+    for case in cases:
+        problem = case.problem(case.chosen_sizes(settings)[0], settings)
+        names[case.name] = [x.name for x in problem.contenders]
+    found = [case for case in cases if any(_chosen(name, settings) for name in names[case.name])]
+    if not found:
+        known = "; ".join(dict.fromkeys(name for of_case in names.values() for name in of_case))
+        raise ValueError(f"--only is {','.join(settings.only)!r}, but the contenders are: {known}")
+    return found
 
 
 def run_case(
@@ -45,15 +63,8 @@ def run_case(
 
 
 def run_problem(problem: Problem, settings: Settings, limits: Limits) -> list[Row]:
-    """Check and measure one problem; the rows are in the order of its contenders.
-
-    Raises:
-        ValueError: the settings choose none of the contenders.
-    """
-    contenders = [x for x in problem.contenders if not settings.only or _words(x) & set(settings.only)]
-    if not contenders:
-        names = "; ".join(x.name for x in problem.contenders)
-        raise ValueError(f"--only is {','.join(settings.only)!r}, but the contenders are: {names}")
+    """Check and measure the chosen contenders of a problem; the rows are in their order."""
+    contenders = [x for x in problem.contenders if _chosen(x.name, settings)]
     rows, runs = {}, {}
     with cpu_threads(settings.threads):
         for contender in contenders:
@@ -66,17 +77,19 @@ def run_problem(problem: Problem, settings: Settings, limits: Limits) -> list[Ro
     alone = all((x.threads or settings.threads) == 1 for x in contenders)
     working = min(1.0, worked / passed) if alone else None  # more threads would hide that others work too
     medians = {name: median(taken) / problem.steps for name, taken in seconds.items()}
-    peers = [medians[x.name] for x in contenders if x.name in medians and not x.ours]
+    peers = [(medians[x.name], x.definition) for x in contenders if x.name in medians and not x.ours]
     for contender in contenders:
         if (name := contender.name) in seconds:
             threads = contender.threads or settings.threads
             row = _timed(rows[name], seconds[name], problem, threads, limits, settings)
-            rows[name] = replace(row, best_peer=min(peers, default=None), working=working)
+            same = [time for time, definition in peers if definition == contender.definition]
+            rows[name] = replace(row, best_peer=min(same, default=None), working=working)
     return list(rows.values())
 
 
-def _words(contender: Contender) -> set[str]:
-    return set(re.split(r"[\s,]+", contender.name))
+def _chosen(name: str, settings: Settings) -> bool:
+    """Whether the settings choose a contender of this name."""
+    return not settings.only or not set(settings.only).isdisjoint(re.split(r"[\s,]+", name))
 
 
 def _check(
@@ -93,7 +106,9 @@ def _check(
             run = contender.prepare()
             found = [x.detach() for x in run()]
     except (MissingError, ImportError, UnsupportedError) as error:
-        return replace(row, status="missing", reason=_sentence(error)), None
+        # an import that fails within this library is a defect of it
+        broken = isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "unrolled"
+        return replace(row, status="failed" if broken else "missing", reason=_sentence(error)), None
     except NotMeasuredError as error:
         return replace(row, status="not measured", reason=_sentence(error)), None
     except Exception as error:  # a peer may raise anything; measure the others anyway
@@ -112,14 +127,19 @@ def _check(
 
 
 def largest_error(found: Sequence[Tensor], definition: Definition) -> tuple[float, str]:
-    """Return the largest error of any result, relative to that result's largest number, and its name."""
-    errors = []
+    """Return the largest error of any result, relative to that result's largest number, and its name.
+
+    A result that is zero but for rounding, as some gradients of one token are, is compared with the largest
+    number of all results instead.
+    """
+    errors, whole = [], max(exact.abs().max() for exact in definition.results)
     parts = map(definition.compared, found)
     for x, exact, name in zip(parts, definition.results, definition.names, strict=True):
         if x.shape != exact.shape:
             return math.inf, f"{name} (of shape {list(x.shape)}, not {list(exact.shape)})"
-        error = float((x.double() - exact).abs().max() / exact.abs().max())
-        errors.append((math.inf if math.isnan(error) else error, name))
+        own = exact.abs().max()
+        error = float((x.double() - exact).abs().max() / (own if own > NOTHING * whole else whole))
+        errors.append((math.inf, f"{name} (NaN)") if math.isnan(error) else (error, name))
     return max(errors)
 
 

@@ -2,8 +2,10 @@
 
 
 def brief_time(seconds: float) -> str:
-    """Write a time per token: "1.25 ms"."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    """Write a time: "1.25 ms"."""
+    if seconds >= 999.5:  # which would be written as 1e+03
+        return f"{seconds:,.0f} s"
+    return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
 
 
 def size(nbytes: float) -> str:

@@ -32,7 +32,12 @@ def bench(
     out: Annotated[Path, typer.Option(help="The folder of the report.")] = Path("runs/bench"),
     device: Annotated[str, typer.Option(help="A torch device, such as cuda.")] = "cpu",
     quick: Annotated[
-        bool, typer.Option("--quick", help="Tiny sizes, to test the benchmark; the timings are meaningless.")
+        bool,
+        typer.Option(
+            "--quick",
+            help="Tiny sizes and one run each, to test the benchmark; --seconds is ignored and the timings "
+            "are meaningless.",
+        ),
     ] = False,
     force: Force = False,
 ) -> None:
@@ -57,12 +62,13 @@ def bench(
       *.png           time and peak memory against the length
     """
     from unrolled.bench import cases as registry
+    from unrolled.bench import runner
     from unrolled.bench.case import Settings
     from unrolled.cli._device import choose
     from unrolled.cli._lengths import parse_lengths
     from unrolled.ops.options import check_finite
 
-    chosen = [registry.find(name) for name in cases or registry.CASES]
+    chosen = [registry.find(name) for name in dict.fromkeys(cases or registry.CASES)]
     check_finite(seconds=seconds)
     where = choose(device)
     if where.type not in ("cpu", "cuda"):
@@ -75,7 +81,7 @@ def bench(
             typer.echo(f"{case.name:24} {case.about}")
         return
     check_report(out, "results.json", {"machine", "limits", "settings", "rows"}, force)
-    _run(chosen, settings, out)
+    _run(runner.matching(chosen, settings) if words else chosen, settings, out)
 
 
 def _run(chosen: "Sequence[Case]", settings: "Settings", out: Path) -> None:

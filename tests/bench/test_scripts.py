@@ -1,0 +1,113 @@
+"""The scripts in `benchmarks` refuse what they cannot do before any work, and mix no results."""
+
+import json
+import runpy
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from unrolled.cli import bleu, run_config
+
+pytest.importorskip("transformers")  # of linearize
+FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
+pytestmark = pytest.mark.checkout
+
+
+def script(name: str) -> SimpleNamespace:
+    """Run the definitions of a script."""
+    return SimpleNamespace(**runpy.run_path(str(FOLDER / f"{name}.py")))
+
+
+def told(monkeypatch, *words: object) -> None:
+    """Set the arguments of the command line."""
+    monkeypatch.setattr(sys, "argv", ["script", *map(str, words)])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "sentence"),
+    [
+        (
+            "deployment",
+            ["--tokens", 20],
+            "error: --tokens is 20, but must be at least 50, the tokens of a turn",
+        ),
+        ("linearize", ["liner"], "error: there is no recipe 'liner'; the recipes are linear, softmax,"),
+    ],
+)
+def test_impossible_arguments_are_refused_before_any_work(name, arguments, sentence, monkeypatch, capsys):
+    made = script(name)
+    told(monkeypatch, *arguments)
+    with pytest.raises(SystemExit):
+        made.main()
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "folder"),
+    [([], "runs/linearize"), (["--scale", 0.01], "runs/linearize/scale-0.01"), (["--out", "x"], "x")],
+)
+def test_a_trial_of_linearize_has_its_own_folder(arguments, folder, monkeypatch):
+    main = script("linearize").main
+    found = []
+    monkeypatch.setitem(main.__globals__, "tell", found.append)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    told(monkeypatch, "--table", *arguments)
+    main()
+    assert found == [Path(folder)]
+
+
+def test_costs_of_linearize_are_those_of_all_models_that_are_there(tmp_path, monkeypatch):
+    made = script("linearize")
+    costs, loaded = made.costs, []
+    monkeypatch.setitem(made.main.__globals__, "load_linearized", loaded.append)
+    monkeypatch.setitem(made.main.__globals__, "CONTEXTS", ())
+    for name in ("linear", "hybrid"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "linear" / "model.safetensors").touch()  # the run of the other was interrupted
+    costs(None, tmp_path)
+    assert loaded == [tmp_path / "linear"]
+    rows = [{"recipe": "softmax"}, {"recipe": "linear"}]
+    (tmp_path / "costs.json").write_text(json.dumps(rows))
+    costs(None, tmp_path)
+    assert loaded == [tmp_path / "linear"]
+    (tmp_path / "hybrid" / "model.safetensors").touch()
+    costs(None, tmp_path)
+    assert loaded[1:] == [tmp_path / "linear", tmp_path / "hybrid"]
+
+
+def test_a_text_that_is_too_short_is_refused_before_training(tmp_path, monkeypatch):
+    text = tmp_path / "text"
+    text.write_text("abc" * 1000)
+    measured = script("long_sequence").measured
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    with pytest.raises(SystemExit, match="text has 3,000 tokens, but must have more than 3,000"):
+        measured(Namespace(text=str(text), measure=3000, segment=100, bf16=False))
+
+
+def test_a_length_without_sentences_has_no_score(tmp_path, monkeypatch, capsys):
+    sides = (["a b c"] * 2, ["d e f"] * 2)
+    run = SimpleNamespace(dataset=SimpleNamespace(sentences=lambda name: sides))
+    monkeypatch.setattr(run_config, "read_saved", lambda run_dir: None)
+    monkeypatch.setattr(run_config, "resolve", lambda config: run)
+    monkeypatch.setattr("unrolled.models.load", lambda run_dir: torch.nn.Identity())
+    monkeypatch.setattr(bleu, "translations_of", lambda *arguments: [])
+    monkeypatch.setattr(bleu, "scorer", lambda: lambda found, references: (50.0, None))
+    told(monkeypatch, "run", "--out", tmp_path / "x.png")
+    script("sentence_length")
+    assert "| run | 50.0 | nan | nan | nan | nan | nan |" in capsys.readouterr().out
+
+
+def test_runs_of_equal_names_have_their_own_losses(tmp_path, monkeypatch, capsys):
+    runs = [tmp_path / "a" / "bf16", tmp_path / "b" / "bf16"]
+    for loss, run in enumerate(runs, 1):
+        run.mkdir(parents=True)
+        (run / "log.jsonl").write_text(
+            json.dumps({"event": "eval", "step": 5, "loss": loss, "best": loss}) + "\n"
+        )
+    told(monkeypatch, *runs, "--out", tmp_path / "x.png")
+    script("loss_curves")
+    assert "| 5 | 1.0000 | 2.0000 |" in capsys.readouterr().out
