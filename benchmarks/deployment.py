@@ -22,10 +22,10 @@ import torch
 
 from unrolled.cli import run_config
 from unrolled.contract import IGNORED
+from unrolled.decode import load_model
 from unrolled.interop import onnx
 from unrolled.interop.aot import export_aot, load_aot
 from unrolled.models import Decoder, DecoderConfig
-from unrolled.models import load as load_model
 
 SIZES = {"4x256": (4, 256), "8x512": (8, 512)}
 RUNTIMES = ("eager", "compiled", "aot", "plain", "fused", "int8")
