@@ -2,7 +2,7 @@
 
     python benchmarks/deployment.py                         # linear attention, 4 x 256 and 8 x 512
     python benchmarks/deployment.py --attention softmax --without compiled aot
-    python benchmarks/deployment.py --int8-loss runs/shakespeare-linear
+    python benchmarks/deployment.py --int8-loss src/unrolled/demo_models/text
 
 Conditions: one token at a time, batch 1, one thread, vocabulary 256, heads 64 wide, untrained weights. The
 runtimes run in turn, 50 tokens each, so that other load on the machine affects all of them equally. Each row
