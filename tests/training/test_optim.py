@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from unrolled.training import muon
 from unrolled.training.optim import Schedule, build_optimizers
 
 from .kinds import cases, made
@@ -54,7 +55,8 @@ def test_a_frozen_parameter_is_not_the_optimisers():
     assert [n for group in optimizer.param_groups for n in group["param_names"]] == ["bias"]
 
 
-def test_muon_trains_the_linear_layers_of_blocks_and_adamw_the_rest():
+def test_muon_trains_the_linear_layers_of_blocks_and_adamw_the_rest(monkeypatch):
+    monkeypatch.setattr(muon, "multiplies_bf16", lambda device: True)
     torch.manual_seed(0)
     model = nn.ModuleDict({"blocks": nn.Linear(3, 4), "head": nn.Linear(4, 2)})
     alone = copy.deepcopy(model)
@@ -111,6 +113,27 @@ def test_adamw_is_fused_where_memory_has_the_order_of_the_parameters():
     transposed.weight = nn.Parameter(torch.randn(3, 4).T)
     assert fused(transposed) == {False}
     assert fused(nn.Linear(3, 4, device="meta")) == {False}
+
+
+@pytest.mark.parametrize(("fast", "digits"), [(True, 2e-1), (False, 1e-4)])
+def test_muon_multiplies_in_bf16_only_where_that_is_fast(fast, digits, monkeypatch):
+    monkeypatch.setattr(muon, "multiplies_bf16", lambda device: fast)
+    weight = nn.Parameter(torch.zeros(20, 12))
+    optimizer = muon.Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False)
+    gradient = weight.grad = torch.randn(20, 12)
+    optimizer.step()
+    assert weight.grad.equal(gradient)
+    assert weight.grad is gradient
+    a, b, c = 3.4445, -4.7750, 2.0315  # the iteration of Muon, in fp64
+    x = gradient.double().T / gradient.double().norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    update = -weight.detach().double().T
+    update *= (x * x).sum() / (update * x).sum()  # the scale of Muon's updates depends on its options
+    error = float((update - x).abs().max() / x.abs().max())
+    assert error < digits
+    assert fast == (error > 1e-4)
 
 
 def test_muon_needs_a_model_with_blocks():

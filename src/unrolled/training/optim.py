@@ -51,8 +51,9 @@ def build_optimizers(model: Trainable, config: TrainConfig) -> list[torch.optim.
         fused = all(_may_fuse(p) for _, p in rest)
         optimizers.append(torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused))
     if matrices:
-        decay = config.weight_decay
-        muon = torch.optim.Muon(matrices, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+        from unrolled.training.muon import Muon
+
+        muon = Muon(matrices, lr=lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
         optimizers.append(muon)
     return optimizers
 
