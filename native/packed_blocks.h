@@ -188,24 +188,37 @@ inline void multiply_float32_tiles(const Packed& w, Int first, Int last, const P
 // Whether words with the weights of several inputs find no register beside the sums of several rows.
 constexpr bool FEW_REGISTERS = TILE_VECS == 2;
 
-// Multiplies several rows by weights in bfloat16: blocks of them are widened to floats, once for all rows.
-inline void multiply_widened_tiles(const Packed& w, Int first, Int last, const PackedRows& x, Int rows,
-                                   float* y, Int y_row, const void* next) {
-    constexpr Int PAIRS = 32;
-    alignas(64) float widened[2 * PAIRS * TILE];
-    const auto multiply = [&](auto count, auto, const Block& block, Int step, Int r, const TileOutput& out) {
+// Multiplies several rows by weights that are widened first, a block at a time, once for all rows.
+// `widen(at, to)` widens a vector of words: half of the weights go to `to`, the others to `to + TILE`.
+// `multiply(count, block, step, row, out)` takes the widened block, which has twice as many steps.
+template <Int DEPTH, typename Widen, typename Multiply>
+inline void multiply_widened(const Packed& w, Int steps, Int first, Int last, Int rows, float* y, Int y_row,
+                             const void* next, Widen&& widen, Multiply&& multiply) {
+    alignas(64) float widened[2 * DEPTH * TILE];
+    const auto multiply_block = [&](auto count, auto, const Block& block, Int step, Int r,
+                                    const TileOutput& out) {
         if (r == 0)
             for (Int k = 0; k < block.steps; ++k)
-                for (Int i = 0; i < TILE; i += WIDTH) {
-                    const BitVec pair = (BitVec)load((const float*)block.at(k, i / WIDTH));
-                    store(widened + 2 * k * TILE + i, (Vec)(pair << 16));
-                    store(widened + (2 * k + 1) * TILE + i, (Vec)(pair & 0xffff0000u));
-                }
+                for (Int i = 0; i < TILE; i += WIDTH)
+                    widen(block.at(k, i / WIDTH), widened + 2 * k * TILE + i);
         const Ahead ahead{block.ahead.at, block.ahead.share / 2};
-        const Block floats{(const char*)widened, 0, 2 * block.steps, block.first, ahead};
-        multiply_float32<decltype(count)::value, 1>(floats, x.x + r * x.row + 2 * step, x.row, out);
+        multiply(count, Block{(const char*)widened, 0, 2 * block.steps, block.first, ahead}, step, r, out);
     };
-    multiply_in_blocks<PAIRS>(w, ceil_div(w.inputs, 2), first, last, rows, y, y_row, next, multiply);
+    multiply_in_blocks<DEPTH>(w, steps, first, last, rows, y, y_row, next, multiply_block);
+}
+
+// Multiplies several rows by weights in bfloat16, widened to floats.
+inline void multiply_widened_bfloat16(const Packed& w, Int first, Int last, const PackedRows& x, Int rows,
+                                      float* y, Int y_row, const void* next) {
+    const auto widen = [](const char* at, float* to) {
+        const BitVec pair = (BitVec)load((const float*)at);
+        store(to, (Vec)(pair << 16));
+        store(to + TILE, (Vec)(pair & 0xffff0000u));
+    };
+    const auto multiply = [&](auto count, const Block& block, Int step, Int r, const TileOutput& out) {
+        multiply_float32<decltype(count)::value, 1>(block, x.x + r * x.row + 2 * step, x.row, out);
+    };
+    multiply_widened<32>(w, ceil_div(w.inputs, 2), first, last, rows, y, y_row, next, widen, multiply);
 }
 
 #if defined(UNROLLED_BFLOAT16_PAIRS)

@@ -51,8 +51,8 @@ inline void store_bytes(uint8_t* at, IntVec x) {
 
 inline IntVec load_words(const void* at) { return (IntVec)load((const float*)at); }
 
-// Lets the compiler neither read an operand of several products from memory again, nor add up products in
-// another order, for which it would need more registers than there are.
+// Keeps the compiler from reading a value again from memory, and from summing products in another order,
+// which needs more registers.
 inline void keep_in_register([[maybe_unused]] IntVec& x) {
 #if defined(__x86_64__)
     asm("" : "+v"(x));
@@ -173,7 +173,7 @@ inline IntVec widen_bytes(const char* weights, bool odd) {
     return (IntVec)_mm256_srai_epi16(odd ? bytes : _mm256_slli_epi16(bytes, 8), 8);
 }
 
-// The sums of so many products of 127 and 32767 fit into 32 bits.
+// How many products of an 8-bit and a 16-bit number are summed in 32 bits; up to 516 would fit.
 constexpr Int INTEGER_SUM = 128;
 
 template <int ROWS>
@@ -208,10 +208,10 @@ void multiply_int8_bytes(const char* w, Int inputs, const PackedRows& x, const i
     }
 }
 
-// The same for weights of a block, `pairs` of inputs, that were widened before. `last` says whether the sums
-// are complete.
+// The same for a block of weights that were widened before; a step has those of two inputs. `complete` says
+// whether this is the last block.
 template <int ROWS>
-void multiply_pairs(const Block& block, const uint8_t* x, Int x_row, const float* scales, bool last,
+void multiply_pairs(const Block& block, const uint8_t* x, Int x_row, const float* scales, bool complete,
                     const TileOutput& out) {
     constexpr int VECS = vecs_for(ROWS);
     for (Int i = 0; i < TILE; i += VECS * WIDTH) {
@@ -235,30 +235,27 @@ void multiply_pairs(const Block& block, const uint8_t* x, Int x_row, const float
                 const Int at = i + v * WIDTH;
                 Vec total = __builtin_convertvector(sums[r][v], Vec);
                 if (!block.first) total += load(out.y + r * out.row + at);
-                if (last) out.write(r, at, total, scales[r]);
+                if (complete) out.write(r, at, total, scales[r]);
                 else store(out.y + r * out.row + at, total);
             }
     }
 }
 
-// Multiplies several rows by INT8_TILES: blocks of them are widened to 16 bits, once for all rows.
-inline void multiply_widened_bytes(const Packed& w, Int first, Int last, const PackedRows& x, Int rows,
-                                   float* y, Int y_row, const void* next) {
+// Multiplies several rows by INT8_TILES, widened to 16 bits.
+inline void multiply_widened_int8(const Packed& w, Int first, Int last, const PackedRows& x, Int rows,
+                                  float* y, Int y_row, const void* next) {
     constexpr Int FOURS = INTEGER_SUM / 4;
-    alignas(64) int32_t widened[2 * FOURS * TILE];
     const Int steps = padded_inputs(w) / 4;
-    const auto multiply = [&](auto count, auto, const Block& block, Int step, Int r, const TileOutput& out) {
-        if (r == 0)
-            for (Int k = 0; k < 2 * block.steps; ++k)
-                for (Int i = 0; i < TILE; i += WIDTH)
-                    store((float*)widened + k * TILE + i,
-                          (Vec)widen_bytes(block.at(k / 2, i / WIDTH), k % 2));
-        const Ahead ahead{block.ahead.at, block.ahead.share / 2};
-        const Block pairs{(const char*)widened, 0, 2 * block.steps, block.first, ahead};
-        multiply_pairs<decltype(count)::value>(pairs, x.high + r * x.bytes + 8 * step, x.bytes, x.scales + r,
-                                               step + block.steps == steps, out);
+    const auto widen = [](const char* at, float* to) {
+        store(to, (Vec)widen_bytes(at, false));
+        store(to + TILE, (Vec)widen_bytes(at, true));
     };
-    multiply_in_blocks<FOURS>(w, steps, first, last, rows, y, y_row, next, multiply);
+    const auto multiply = [&](auto count, const Block& block, Int step, Int r, const TileOutput& out) {
+        const bool complete = step + FOURS >= steps;
+        multiply_pairs<decltype(count)::value>(block, x.high + r * x.bytes + 8 * step, x.bytes, x.scales + r,
+                                               complete, out);
+    };
+    multiply_widened<FOURS>(w, steps, first, last, rows, y, y_row, next, widen, multiply);
 }
 #endif
 

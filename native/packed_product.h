@@ -148,10 +148,10 @@ inline void multiply_tiles(const Packed& w, Int first, Int last, const PackedRow
         return multiply_bfloat16_tiles(w, first, last, x, rows, y, y_row, next);
 #endif
     if (FEW_REGISTERS && rows > 1 && w.packing == BFLOAT16_TILES)
-        return multiply_widened_tiles(w, first, last, x, rows, y, y_row, next);
+        return multiply_widened_bfloat16(w, first, last, x, rows, y, y_row, next);
 #if defined(__AVX2__) && !defined(__AVX512F__)
     if (rows > 1 && w.packing == INT8_TILES)
-        return multiply_widened_bytes(w, first, last, x, rows, y, y_row, next);
+        return multiply_widened_int8(w, first, last, x, rows, y, y_row, next);
 #endif
     const Int scales = w.packing == INT4_TILES ? padded_inputs(w) / GROUP : 1,
               groups = ceil_div(rows, TILE_ROWS);

@@ -256,16 +256,21 @@ def test_a_broken_stream_leaves_what_came(person, stub, fault, reason):
     assert len(stub.bodies(TEXT)[-1]["prompt"].split()) == 12
 
 
-def test_a_state_that_the_server_has_forgotten_is_read_again_on_request(person, stub):
-    person.opens()
-    person.writes("One evening")
-    text = person.writes(" the sea")
+def goes_on_from_a_forgotten_state(person, stub):
+    """Ask to continue after " then", from a state that the server has forgotten."""
     stub.states.clear()
     person.expected = ["404"]
     person["text"].send_keys(" then")
     person["go"].click()
     wait_for(person.browser, lambda _: person["lost"].is_displayed())
     person.waits()
+
+
+def test_a_state_that_the_server_has_forgotten_is_read_again_on_request(person, stub):
+    person.opens()
+    person.writes("One evening")
+    text = person.writes(" the sea")
+    goes_on_from_a_forgotten_state(person, stub)
     assert "no longer has the state" in person["lost-text"].text
     assert person.text() == text + " then"
     assert person.rows()[1].find_element("css selector", ".mark").text == "state gone"
@@ -284,12 +289,7 @@ def test_a_state_that_the_server_has_forgotten_is_read_again_on_request(person, 
 def test_what_a_forgotten_state_held_up_goes_on_after_it(person, stub):
     person.opens()
     text = person.writes("One evening")
-    stub.states.clear()
-    person.expected = ["404"]
-    person["text"].send_keys(" then")
-    person["go"].click()
-    wait_for(person.browser, lambda _: person["lost"].is_displayed())
-    person.waits()
+    goes_on_from_a_forgotten_state(person, stub)
     person["reread"].click()
     wait_for(person.browser, lambda _: state(person.browser) == "ready" and len(person.rows()) == 2)
     assert person.text().startswith(text + " then ")
@@ -298,12 +298,7 @@ def test_what_a_forgotten_state_held_up_goes_on_after_it(person, stub):
 def test_text_that_was_changed_meanwhile_is_not_sent(person, stub):
     person.opens()
     text = person.writes("One evening")
-    stub.states.clear()
-    person.expected = ["404"]
-    person["text"].send_keys(" then")
-    person["go"].click()
-    wait_for(person.browser, lambda _: person["lost"].is_displayed())
-    person.waits()
+    goes_on_from_a_forgotten_state(person, stub)
     person["text"].send_keys(" came a storm")
     person.presses("reread")
     assert person.text() == text + " then came a storm"
