@@ -95,9 +95,49 @@ def test_a_conversation_goes_on_from_its_state(stream: bool) -> None:
     assert [found["state"]] == list(states.kept)
     message = {"role": "user", "content": "why?"}
     onward = post(http, CHAT, messages=[message], state=found["state"], max_tokens=1)
-    assert bytes(engine.jobs[1].tokens) == b"user: why?\nassistant:"  # the state has read the first symbol
+    assert bytes(engine.jobs[1].tokens) == b"\nuser: why?\nassistant:"
     assert onward["usage"]["prompt_tokens_details"]["cached_tokens"] == 39 + 3
-    assert post(http, CHAT, messages=[], state=found["state"], max_tokens=1)
+    post(http, CHAT, messages=[], state=found["state"], max_tokens=1)
+    assert engine.jobs[2].tokens == []  # the answer itself goes on
+
+
+TURNS = (
+    "{% if messages[0].role != 'system' %}[system]Be useful.[end]\n{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("script", "end"), [("yes", "[end]"), ("yes[", "end]"), ("yes [", "end]")])
+def test_what_follows_a_state_is_what_follows_the_answer_in_the_whole_conversation(
+    script: str, end: str
+) -> None:
+    engine = FakeEngine(script=list(script.encode()))
+    http = client(talking(engine, TURNS))
+    told = [{"role": "user", "content": "hi"}]
+    found = post(http, CHAT, messages=told, keep=True, max_tokens=len(script))
+    onward = [{"role": "user", "content": "why?"}]
+    post(http, CHAT, messages=onward, state=found["state"], max_tokens=1)
+    assert bytes(engine.jobs[1].tokens).decode() == f"{end}\n[user]why?[end]\n[assistant]"
+    answer = [{"role": "assistant", "content": script.removesuffix("[")}]
+    post(http, CHAT, messages=told + answer + onward, max_tokens=1)
+    read = bytes(engine.jobs[0].tokens).decode() + script + bytes(engine.jobs[1].tokens).decode()
+    assert bytes(engine.jobs[2].tokens).decode() == read
+
+
+SYSTEM_FIRST = (
+    "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+    "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [SYSTEM_FIRST, "{{ messages[-1].content }}"])
+def test_messages_that_the_template_does_not_write_after_an_answer_are_refused(template: str) -> None:
+    http = client(talking(FakeEngine(), template))
+    state = post(http, CHAT, messages=HELLO, keep=True, max_tokens=1)["state"]
+    answer = http.post(CHAT, json={"model": "book", "messages": HELLO, "state": state})
+    told = "the chat template does not write these messages after an answer: send all messages"
+    assert error(answer, 400)["message"] == told
 
 
 def test_a_template_that_refuses() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from unrolled.data import TokenTexts, Vocabulary
 from unrolled.data._tokenizer import TextTokenizer
@@ -131,6 +131,37 @@ def test_a_text_is_read_on_where_it_was_left(name: str, data: st.DataObject) -> 
     texts = TokenTexts(tokenizer)
     first, second = texts.reader(), texts.reader(ids[:cut])
     assert first(ids[:cut], final=True) + second(ids[cut:], final=True) == tokenizer.decode(ids)
+
+
+def prepending() -> dict[str, Tokenizer]:
+    """Tokenizers that put a blank before each text, as those of T5, Llama and RoBERTa do."""
+    of_words = Tokenizer(models.BPE(unk_token="<unk>"))
+    of_words.pre_tokenizer, of_words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    normalized = Tokenizer(models.BPE(unk_token="<unk>"))
+    normalized.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    parts = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    normalized.decoder = decoders.Sequence(parts)
+    of_bytes = Tokenizer(models.BPE())
+    of_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    of_bytes.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=120, special_tokens=["<unk>", "<s>"], initial_alphabet=["\n", "Ċ"], show_progress=False
+    )
+    found = {"Metaspace": of_words, "Prepend": normalized, "ByteLevel": of_bytes}
+    for tokenizer in found.values():
+        tokenizer.train_from_iterator(["the cat sat on the mat. the cats sat, the mats!"] * 5, trainer)
+    return found
+
+
+@pytest.mark.parametrize("name", prepending())
+@pytest.mark.parametrize("rest", ["s sat", ". the cat", " sat", "\nthe", "  the", "", "the\n<s>"])
+def test_no_blank_is_put_into_the_middle_of_a_text(name: str, rest: str, tmp_path: Path) -> None:
+    prepending()[name].save(str(tmp_path / "tokenizer.json"))
+    text = TokenizerText(tmp_path)
+    before, within = text.encode("the cat"), text.encode(rest, within=True)
+    assert text.decode(before + within) == text.decode(before) + rest.removesuffix("<s>")
+    if rest and not rest.startswith(" "):
+        assert within != text.encode(rest)
 
 
 @given(st.lists(st.integers(0, len(TOKENIZERS["bytes"].get_vocab()) + 3), max_size=30), st.text(max_size=5))

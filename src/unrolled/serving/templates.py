@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from jinja2 import Template
     from jinja2.ext import Extension
 
+ANSWER = "\ue000"  # stands for an answer; no template writes this character
+
 
 def render(template: str, messages: Sequence[Mapping[str, str]], special_tokens: Mapping[str, str]) -> str:
     """Return the text of a conversation, up to where the assistant speaks.
@@ -30,6 +32,27 @@ def render(template: str, messages: Sequence[Mapping[str, str]], special_tokens:
         )
     except (TemplateError, TypeError, ArithmeticError, LookupError) as error:
         raise ValueError(f"the chat template refuses these messages: {error}") from error
+
+
+def render_after(
+    template: str, messages: Sequence[Mapping[str, str]], special_tokens: Mapping[str, str]
+) -> str:
+    """Return the text that follows an answer, from the end of the answer to where the assistant speaks again.
+
+    Args:
+        template: as in `render`.
+        messages: the messages after the answer.
+        special_tokens: as in `render`.
+
+    Raises:
+        ValueError: the template is invalid, refuses these messages, or writes one before the answer.
+    """
+    earlier = [{"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER}]
+    usual = render(template, [*earlier, {"role": "user", "content": "."}], special_tokens)
+    before, found, after = render(template, [*earlier, *messages], special_tokens).partition(ANSWER)
+    if not found or before != usual.partition(ANSWER)[0]:
+        raise ValueError("the chat template does not write these messages after an answer: send all messages")
+    return after
 
 
 @cache

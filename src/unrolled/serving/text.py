@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 TEMPLATE_FILE = "chat_template.jinja"
 BROKEN = "\ufffd"
+BEFORE = ("\n", ".")  # texts that tokenizers hardly ever join to the next text
 
 
 class Reader(Protocol):
@@ -42,13 +43,15 @@ class Text(Protocol):
     chat_template: str | None
     special_tokens: dict[str, str]
 
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
+    def encode(self, text: str, *, special: bool = False, within: bool = False) -> list[int]:
         """Return the ids of a text.
 
         Args:
             text: the text.
             special: whether characters that spell a special token are that token, as a chat template writes
                 it. Without it, the tokenizer of a run reads them as characters.
+            within: whether the text follows another text: then a tokenizer that puts a blank before each
+                text does not put one before this text.
 
         Raises:
             ValueError: the text has a character outside the vocabulary.
@@ -92,8 +95,8 @@ class VocabularyText:
         self.special_tokens: dict[str, str] = {}
         self.chat_template = None if folder is None else _template(folder)
 
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the ids of a text; there are no special tokens."""
+    def encode(self, text: str, *, special: bool = False, within: bool = False) -> list[int]:
+        """Return the ids of a text; there are no special tokens, and no blanks before a text."""
         return self._vocabulary.encode(text)
 
     def decode(self, ids: list[int]) -> str:
@@ -151,8 +154,18 @@ class TokenizerText:
         self.ends = [[end] for end in sorted(ends)]
         self.chat_template = _template(folder) or _default_template(config.get("chat_template"))
 
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
+    def encode(self, text: str, *, special: bool = False, within: bool = False) -> list[int]:
         """Return the ids of a text, without special tokens around it."""
+        ids = self._encode(text, special)
+        if within and (read := self._texts.after(self._texts.any, ids)).startswith(" "):
+            for earlier in BEFORE:
+                known, found = self._encode(earlier, special), self._encode(earlier + text, special)
+                rest = found[len(known) :]
+                if found[: len(known)] == known and self._texts.after(self._texts.any, rest) == read[1:]:
+                    return rest
+        return ids
+
+    def _encode(self, text: str, special: bool) -> list[int]:
         if self._vocabulary is not None and not special:
             return self._vocabulary.encode(text)
         try:

@@ -49,7 +49,10 @@ class ResponseFormat(Body):
 
 
 class ChatRequest(TextContinuation):
-    """A conversation to continue; with a state, only the messages that follow it."""
+    """A conversation to continue; with a state, only the messages that follow it.
+
+    Without messages, the answer in which the state ends is continued.
+    """
 
     messages: Annotated[list[Message], FIRST_ERROR]
     logprobs: bool | None = None

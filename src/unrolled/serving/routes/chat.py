@@ -9,13 +9,15 @@ from starlette.responses import JSONResponse, Response
 
 from unrolled.serving.choices import chat_logprobs
 from unrolled.serving.gone import unless_gone
+from unrolled.serving.model import Served
 from unrolled.serving.protocol.answers import ChatCompletion, answers
 from unrolled.serving.protocol.chat import MOST_TOKENS, ChatRequest, choice
 from unrolled.serving.protocol.errors import invalid
-from unrolled.serving.routes.continuing import Continuing, encode
+from unrolled.serving.routes.continuing import Continuing, encode, state_of
 from unrolled.serving.service import service_of
+from unrolled.serving.snapshot import Snapshot
 from unrolled.serving.streams import Chunks, stream
-from unrolled.serving.templates import render
+from unrolled.serving.templates import render, render_after
 from unrolled.serving.text import Text
 
 router = APIRouter()
@@ -29,12 +31,15 @@ async def chat(body: ChatRequest, request: Request) -> Response:
         raise invalid(
             f"the model {served.name} has no chat template: ask /v1/completions", "model", "no_chat_template"
         )
-    prompt = await encode(served.text, _rendered(served.text, body), "messages", special=True)
-    continuing = await Continuing.start(
+    state = await state_of(request, body, served)
+    rendered = _rendered(served, served.text, body, state)
+    prompt = await encode(served.text, rendered, "messages", special=True, within=state is not None)
+    continuing = Continuing.start(
         request,
         served,
         served.text,
         body,
+        state,
         [prompt],
         param="messages",
         default=MOST_TOKENS,
@@ -46,14 +51,24 @@ async def chat(body: ChatRequest, request: Request) -> Response:
     return JSONResponse(await unless_gone(request, answer.whole()))
 
 
-def _rendered(text: Text, body: ChatRequest) -> str:
-    special = dict(text.special_tokens)
-    if body.state is not None:
-        special |= {"bos_token": ""}  # the state has read this token
+def _rendered(served: Served, text: Text, body: ChatRequest, state: Snapshot | None) -> str:
+    """Return the text to read: all messages, or after a state what the messages add to it.
+
+    If the last token of the state is the one that ends an answer, it is not read again.
+    """
+    messages, template = [x.plain() for x in body.messages], text.chat_template or ""
     try:
-        return render(text.chat_template or "", [x.plain() for x in body.messages], special)
+        if state is None:
+            return render(template, messages, text.special_tokens)
+        if not messages:
+            return ""
+        rendered = render_after(template, messages, text.special_tokens)
     except ValueError as error:
         raise invalid(str(error), "messages") from None
+    if state.pending == served.vocab_size:  # the start symbol, which has no text
+        return rendered
+    before, end, after = rendered.partition(text.piece(state.pending))
+    return after if end and not before.strip() else rendered
 
 
 class _Answer:

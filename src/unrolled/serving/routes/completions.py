@@ -15,7 +15,7 @@ from unrolled.serving.model import Served
 from unrolled.serving.protocol.answers import Completion, answers
 from unrolled.serving.protocol.completions import DEFAULT_TOKENS, CompletionRequest, choice
 from unrolled.serving.protocol.errors import invalid
-from unrolled.serving.routes.continuing import Continuing, encode
+from unrolled.serving.routes.continuing import Continuing, encode, state_of
 from unrolled.serving.service import service_of
 from unrolled.serving.streams import Chunks, stream
 
@@ -33,12 +33,17 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
         raise invalid(
             f"prompt holds {len(body.prompts)}, but at most {MOST_PROMPTS} are taken at once", "prompt"
         )
-    prompts = [await encode(served.text, x, "prompt") if isinstance(x, str) else x for x in body.prompts]
-    continuing = await Continuing.start(
+    state = await state_of(request, body, served)
+    prompts = [
+        await encode(served.text, x, "prompt", within=state is not None) if isinstance(x, str) else x
+        for x in body.prompts
+    ]
+    continuing = Continuing.start(
         request,
         served,
         served.text,
         body,
+        state,
         prompts,
         param="prompt",
         default=DEFAULT_TOKENS,
@@ -59,13 +64,16 @@ class _Completion:
     ) -> None:
         self._body, self._prompts, self._continuing = body, prompts, continuing
         self._n, self._text = body.n or 1, continuing.text
+        self._before = [
+            before[: len(before) - len(prompt)]
+            for before, prompt in zip(continuing.runs.before, prompts, strict=True)
+        ]
         self._echoed = [
-            given if isinstance(given, str) else self._text.decode(given) for given in body.prompts
+            given if isinstance(given, str) else self._text.reader(before)(given, final=True)
+            for given, before in zip(body.prompts, self._before, strict=True)
         ]
         self._logprobs = [
-            CompletionLogprobs(self._text, [], 0)
-            if body.echo
-            else CompletionLogprobs(self._text, before, len(echoed))
+            CompletionLogprobs(self._text, before, len(echoed))
             for before, echoed in zip(continuing.runs.before, self._echoed, strict=True)
             for _ in range(self._n)
         ]
@@ -118,5 +126,6 @@ class _Completion:
         prompt, logprobs = self._prompts[index // self._n], None
         if prompted.logprobs is not None:
             known = prompted.logprobs[len(prompted.logprobs) - len(prompt) :]  # without the start symbol
-            logprobs = self._logprobs[index].of(prompt, known)
+            before = self._before[index // self._n]
+            logprobs = CompletionLogprobs(self._text, before, 0).of(prompt, known)
         return choice(index, self._echoed[index // self._n], logprobs, None, None)

@@ -16,13 +16,25 @@ from unrolled.serving.protocol.errors import invalid
 from unrolled.serving.protocol.fields import MOST_ROWS, TextContinuation
 from unrolled.serving.runs import Asked, Runs, room
 from unrolled.serving.service import service_of
+from unrolled.serving.snapshot import Snapshot
 from unrolled.serving.stops import Watch
 from unrolled.serving.text import Text
 
 LONG = 10_000  # characters; a longer text is encoded in a thread, so that other requests do not wait
 
 
-async def encode(text: Text, given: str, param: str, *, special: bool = False) -> list[int]:
+async def state_of(request: Request, body: TextContinuation, served: Served) -> Snapshot | None:
+    """Return the state that a request continues, if there is one.
+
+    Raises:
+        ApiError: the state is unknown, damaged, or of another model.
+    """
+    return None if body.state is None else await service_of(request).snapshot(body.state, served)
+
+
+async def encode(
+    text: Text, given: str, param: str, *, special: bool = False, within: bool = False
+) -> list[int]:
     """Return the ids of a text; see `Text.encode`.
 
     Raises:
@@ -30,8 +42,8 @@ async def encode(text: Text, given: str, param: str, *, special: bool = False) -
     """
     try:
         if len(given) > LONG:
-            return await asyncio.to_thread(text.encode, given, special=special)
-        return text.encode(given, special=special)
+            return await asyncio.to_thread(text.encode, given, special=special, within=within)
+        return text.encode(given, special=special, within=within)
     except ValueError as error:
         raise invalid(f"{param}: {error}", param) from None
 
@@ -89,12 +101,13 @@ class Continuing:
         ]
 
     @classmethod
-    async def start(
+    def start(
         cls,
         request: Request,
         served: Served,
         text: Text,
         body: TextContinuation,
+        state: Snapshot | None,
         prompts: list[list[int]],
         *,
         param: str,
@@ -109,6 +122,7 @@ class Continuing:
             served: the model.
             text: encodes and decodes its ids.
             body: the body of the request.
+            state: the state that the prompts follow.
             prompts: the ids of each prompt, without a start symbol. Those that do not belong to the
                 vocabulary are refused: the tokenizer of a chat may have special tokens that the model lacks.
             param: name of the field that holds the prompts.
@@ -122,7 +136,6 @@ class Continuing:
         for ids in prompts:
             check_ids(ids, served.vocab_size, param)
         service, n = service_of(request), body.n or 1
-        state = None if body.state is None else await service.snapshot(body.state, served)
         if len(prompts) * n > MOST_ROWS:
             raise invalid(
                 f"n asks for {len(prompts) * n} continuations, but at most {MOST_ROWS} are made", "n"
