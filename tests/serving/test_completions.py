@@ -65,6 +65,22 @@ def test_echo_with_logprobs_as_lm_eval_asks() -> None:
     assert told["text_offset"] == [0, 1, 2, 3]
 
 
+def test_offsets_count_the_signs_for_broken_characters() -> None:
+    engine = FakeEngine(script=[*b"a\xc3b\xe2\x82c", *"é".encode()])
+    options = {"echo": True, "logprobs": 0, "max_tokens": 8}
+    found = post(client(served(engine)), prompt=[*b"x\xc3"], **options)["choices"][0]
+    assert found["text"] == "x\ufffda\ufffdb\ufffdcé"
+    assert found["logprobs"]["text_offset"] == [0, 1, 2, 3, 4, 5, 5, 6, 7, 7]
+
+
+def test_the_offsets_of_a_prompt_after_a_state_begin_at_0() -> None:
+    http = client()
+    state = post(http, prompt="ab", keep=True, max_tokens=1)["state"]
+    found = post(http, prompt=[99, 100], state=state, echo=True, logprobs=0, max_tokens=1)["choices"][0]
+    assert found["text"].startswith("cd")
+    assert found["logprobs"]["text_offset"] == [0, 1, 2]
+
+
 def test_a_start_symbol_is_read_but_not_told() -> None:
     engine = FakeEngine()
     http = client(served(engine, start_token=True))

@@ -5,7 +5,7 @@ from typing import Any
 
 from unrolled.serving.jobs import Drawn, TokenLogprob
 from unrolled.serving.stops import StopFinder
-from unrolled.serving.text import Text
+from unrolled.serving.text import BROKEN, Text
 
 
 class Choice:
@@ -44,13 +44,17 @@ class CompletionLogprobs:
 
     def __init__(self, text: Text, before: Sequence[int], offset: int) -> None:
         self._text, self._read, self._offset = text, text.reader(before), offset
+        self._held = False  # whether the last token may begin a character
 
     def of(self, tokens: Sequence[int], found: Sequence[TokenLogprob | None]) -> dict[str, Any]:
         """Return the lists for the next tokens; None in `found` is a token with unknown probabilities."""
         offsets = []
         for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(self._read([token]))
+            read = self._read([token])
+            broken = len(read) - len(read.lstrip(BROKEN)) if self._held else 0  # of tokens before this one
+            offsets.append(self._offset + min(broken, max(len(read) - 1, 0)))
+            self._held = not read
+            self._offset += len(read)
         piece = self._text.piece
         return {
             "tokens": [piece(token) for token in tokens],
