@@ -97,7 +97,7 @@ class Options(BaseModel):
             OSError: the store cannot be reached, read or written.
         """
         most = None if self.state_bytes is None else int(self.state_bytes)
-        store = open_store(self.states, most_bytes=most, seconds=self.ttl)
+        store = open_store(self.states, state_bytes=most, ttl=self.ttl)
         return States(store, int(self.state_memory), self.ttl)
 
     def settings(self) -> Settings:

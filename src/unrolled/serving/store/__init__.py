@@ -41,45 +41,44 @@ class Store(Protocol):
         """Close connections and files. No other method may be called afterwards."""
 
 
-def open_store(url: str, *, most_bytes: int | None = None, seconds: float | None = None) -> Store:
+def open_store(url: str, *, state_bytes: int | None = None, ttl: float | None = None) -> Store:
     """Open the store at an address.
 
     Args:
         url: "memory:", which ends with the process; the path of a SQLite file, or "sqlite:PATH";
             "s3://BUCKET/PREFIX" or "gs://BUCKET/PREFIX", with credentials from the environment;
             "file:///FOLDER"; or "redis://HOST:PORT/DB" (with TLS: "rediss://").
-        most_bytes: maximum number of bytes of all values; beyond it, the least recently used values are
+        state_bytes: maximum number of bytes of all values; beyond it, the least recently used values are
             dropped. For stores in memory and SQLite; None is no limit.
-        seconds: a value that is not used for this time is dropped. For stores in memory, SQLite and Redis;
-            None is no limit.
+        ttl: a value that is not used for this number of seconds is dropped. For stores in memory, SQLite and
+            Redis; None is no limit.
 
     Raises:
-        ValueError: the address, `most_bytes` or `seconds` is wrong, or the file is not a store.
+        ValueError: the address, `state_bytes` or `ttl` is wrong, or the file is not a store.
         OSError: the store cannot be reached, read or written.
         ImportError: the store needs a library that is missing.
     """
-    if most_bytes is not None and most_bytes < 1:
-        raise ValueError(f"most_bytes must be at least 1, not {most_bytes}")
-    if seconds is not None and not 0.001 <= seconds <= 1e9:
-        raise ValueError(f"seconds must be from 0.001 to 1e9, not {seconds}")
+    if state_bytes is not None and state_bytes < 1:
+        raise ValueError(f"state_bytes must be at least 1, not {state_bytes}")
+    if ttl is not None and not 0.001 <= ttl <= 1e9:
+        raise ValueError(f"ttl must be from 0.001 to 1e9 seconds, not {ttl}")
     scheme, colon, rest = url.partition(":")
     if scheme == "memory" and colon:
         if rest:
             raise ValueError(f"the address of a store in memory is memory:, not {url!r}")
         from unrolled.serving.store.memory import MemoryStore
 
-        return MemoryStore(most_bytes, seconds)
+        return MemoryStore(state_bytes, ttl)
     if scheme in ("redis", "rediss"):
-        if most_bytes is not None:
-            raise ValueError("most_bytes is for SQLite; for Redis, set its own maxmemory")
+        if state_bytes is not None:
+            raise ValueError("state_bytes is for SQLite and memory; for Redis, set its own maxmemory")
         from unrolled.serving.store.redis import RedisStore
 
-        return RedisStore(url, seconds)
+        return RedisStore(url, ttl)
     if scheme in ("s3", "gs", "file"):
-        if most_bytes is not None or seconds is not None:
-            raise ValueError(
-                "most_bytes and seconds are for SQLite; for objects, set a lifecycle rule of the bucket"
-            )
+        if state_bytes is not None or ttl is not None:
+            given = "ttl" if state_bytes is None else "state_bytes"
+            raise ValueError(f"{given} is not for object storage: set a lifecycle rule of the bucket")
         from unrolled.serving.store.objects import ObjectStore
 
         return ObjectStore(url)
@@ -92,4 +91,4 @@ def open_store(url: str, *, most_bytes: int | None = None, seconds: float | None
         raise ValueError("the address of a store must not be empty")
     from unrolled.serving.store.sqlite import SqliteStore
 
-    return SqliteStore(Path(path), most_bytes, seconds)
+    return SqliteStore(Path(path), state_bytes, ttl)
