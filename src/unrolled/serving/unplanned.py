@@ -18,6 +18,8 @@ from unrolled.models.limits import n_positions
 from unrolled.ops.state import leaves, map_tensors, nbytes
 from unrolled.serving.runner import Wanted, check_names
 
+MEASURED = 255  # tokens; states of blocks are largest just before a multiple of the block
+
 
 class ModelRunner:
     """Runs a model, which must be in evaluation mode, on a CPU.
@@ -29,8 +31,9 @@ class ModelRunner:
     def __init__(self, model: Recurrent) -> None:
         self.model, self.vocab_size = model, int(model.config.vocab_size)
         self.n_positions = n_positions(model)
-        sizes = [nbytes(self._after(n)) for n in (1, 2)]
-        self._fixed, self._growth = sizes[0], sizes[1] - sizes[0]
+        most = min(MEASURED, self.n_positions or MEASURED)
+        self._lengths = (max(most // 2, 1), most)
+        self._sizes = [nbytes(self._after(n)) for n in self._lengths]
 
     def rows(self, count: int) -> "ModelRows":
         """Make `count` rows, all idle."""
@@ -55,8 +58,9 @@ class ModelRunner:
         return logits[len(tokens) - count :].float(), state
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the state after `tokens` tokens; windows count as if their states grew without limit."""
-        return self._fixed + self._growth * max(tokens - 1, 0)
+        """Bytes of the state after `tokens` tokens, estimated from the sizes after 127 and 255 tokens."""
+        (short, long), (least, most) = self._lengths, self._sizes
+        return most + (tokens - long) * (most - least) // max(long - short, 1)
 
     def tensors(self, state: Any) -> dict[str, Tensor]:
         """Return the tensors of a state by name."""
