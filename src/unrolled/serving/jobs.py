@@ -53,6 +53,7 @@ class Job:
         prompt_logprobs: whether to report the same for `tokens`.
         keep: whether to make a snapshot at the end of each continuation.
         client: the client of the job; clients take turns.
+        owner: prompts share prefixes only with prompts of the same owner.
         together: number of jobs of the same request.
         deadline: when the job is given up, in seconds of `time.monotonic`.
     """
@@ -68,6 +69,7 @@ class Job:
     prompt_logprobs: bool = False
     keep: bool = False
     client: str = ""
+    owner: str = ""
     together: int = 1
     deadline: float = float("inf")
 

@@ -1,9 +1,9 @@
 """States of prompts that may begin other prompts.
 
-The tokens of prompts are kept in a tree, which branches where prompts begin to differ. A state is kept at the
-end of a prompt, and at the junction where two prompts begin to differ: the second prompt is read up to the
-junction first, so that a third prompt can start from the state there (Pan et al. 2024, "Marconi", arXiv
-2411.19379, section 4.1). The least recently used states are dropped first.
+The tokens of the prompts of each owner are kept in a tree, which branches where prompts begin to differ. A
+state is kept at the end of a prompt, and at the junction where two prompts begin to differ: the second prompt
+is read up to the junction first, so that a third prompt can start from the state there (Pan et al. 2024,
+"Marconi", arXiv 2411.19379, section 4.1). The least recently used states are dropped first.
 """
 
 from typing import Any
@@ -39,17 +39,18 @@ class Prefixes:
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.nbytes = most_bytes, 0
-        self._root = _Node(np.empty(0, np.int64), 0, None)
+        self._roots: dict[str, _Node] = {}  # by owner
         self._used: dict[_Node, None] = {}  # nodes with a state, the one used last at the end
 
-    def find(self, tokens: Tokens) -> tuple[int, Any, int | None]:
-        """Look for the longest kept prefix.
+    def find(self, tokens: Tokens, owner: str) -> tuple[int, Any, int | None]:
+        """Look for the longest prefix that is kept of prompts of this owner.
 
         Returns:
             The number of tokens that its state has read, or 0; this state, or None; and the place where
             `tokens` begin to differ from an earlier prompt, or None if a state there would be of no use.
         """
-        node, depth, best = self._root, 0, self._root
+        root = self._root(owner)
+        node, depth, best = root, 0, root
         parts: int | None = None
         while depth < len(tokens) and (child := node.children.get(int(tokens[depth]))) is not None:
             common = _common(child.tokens, tokens[depth:])
@@ -62,17 +63,17 @@ class Prefixes:
                 best = node
         else:
             # Other prompts continue from here, or did so earlier.
-            parts = depth if node.state is None and node is not self._root else None
+            parts = depth if node.state is None and node is not root else None
         if best.state is not None:
             self._used[best] = self._used.pop(best)
         useful = parts is not None and parts >= best.depth + SHORTEST and parts < len(tokens)
         return best.depth, best.state, parts if useful else None
 
-    def keep(self, tokens: Tokens, state: Any, nbytes: int) -> None:
+    def keep(self, tokens: Tokens, owner: str, state: Any, nbytes: int) -> None:
         """Keep the state of a prompt after these tokens; the state must not be changed afterwards."""
         if len(tokens) < SHORTEST or nbytes + tokens.nbytes + OVERHEAD > self.most_bytes:
             return
-        node = self._node(tokens)
+        node = self._node(tokens, owner)
         self._forget_state(node)
         node.state, node.nbytes = state, nbytes
         self._used[node] = None
@@ -82,9 +83,12 @@ class Prefixes:
             self._forget_state(oldest)
             self._prune(oldest)
 
-    def _node(self, tokens: Tokens) -> _Node:
+    def _root(self, owner: str) -> _Node:
+        return self._roots.setdefault(owner, _Node(np.empty(0, np.int64), 0, None))
+
+    def _node(self, tokens: Tokens, owner: str) -> _Node:
         """Return the node at the end of these tokens; make the node if needed."""
-        node, depth = self._root, 0
+        node, depth = self._root(owner), 0
         while depth < len(tokens):
             child = node.children.get(int(tokens[depth]))
             if child is None:

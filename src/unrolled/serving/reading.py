@@ -49,7 +49,7 @@ class Reading:
         self._shared = job.state is None and len(self.tokens) > SHORTEST
         kept: Any = None
         if self._shared and not job.prompt_logprobs:
-            self._at, kept, self._junction = prefixes.find(self.tokens[:-1])
+            self._at, kept, self._junction = prefixes.find(self.tokens[:-1], job.owner)
         if job.state is not None:
             kept = runner.state(job.state.tensors, self.start)
         self.cached = self.start + self._at
@@ -95,7 +95,7 @@ class Reading:
 
     def _keep(self, end: int) -> None:
         copy = self._runner.copy(self.state, end)
-        self._prefixes.keep(self.tokens[:end], copy, self._runner.nbytes(end))
+        self._prefixes.keep(self.tokens[:end], self.run.job.owner, copy, self._runner.nbytes(end))
 
     def keep_all(self, drawn: list[int], state: Any) -> None:
         """Keep the state at the end of a single continuation, which has read all but the last of `drawn`."""
@@ -103,7 +103,7 @@ class Reading:
             return
         tokens = np.concatenate([self.tokens, np.array(drawn[:-1], np.int64)])
         copy = self._runner.copy(state, len(tokens))
-        self._prefixes.keep(tokens, copy, self._runner.nbytes(len(tokens)))
+        self._prefixes.keep(tokens, self.run.job.owner, copy, self._runner.nbytes(len(tokens)))
 
     def snapshots(self, digest: str) -> list[Snapshot] | None:
         """Return the state of a job that draws nothing, once for each continuation."""

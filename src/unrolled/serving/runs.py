@@ -90,6 +90,7 @@ class Runs:
                 prompt_logprobs=asked.prompt_logprobs,
                 keep=asked.keep,
                 client=record.client,
+                owner=record.client if service.settings.keys else "",  # so that no client can guess prompts
                 together=len(prompts),
                 deadline=record.began + service.settings.timeout,
             )
