@@ -42,6 +42,7 @@ def test_the_engine_takes_turns_between_keys() -> None:
         http.headers["Authorization"] = f"Bearer {key}"
         post(http, prompt="a")
     assert [job.client for job in engine.jobs] == ["key 1", "key 0"]
+    assert [job.owner for job in engine.jobs] == ["key 1", "key 0"]
 
 
 def test_a_rate_is_kept_for_each_key() -> None:
@@ -49,7 +50,11 @@ def test_a_rate_is_kept_for_each_key() -> None:
     first, second = {"Authorization": "Bearer a"}, {"Authorization": "Bearer b"}
     assert [http.get("/v1/models", headers=first).status_code for _ in range(3)] == [200, 200, 429]
     answer = http.get("/v1/models", headers=first)
-    assert error(answer, 429)["code"] == "rate_limit_exceeded"
+    refused = error(answer, 429)
+    assert (refused["code"], refused["message"]) == (
+        "rate_limit_exceeded",
+        "more than 2 requests in 60 seconds",
+    )
     assert 1 <= int(answer.headers["retry-after"]) <= 61
     assert http.get("/v1/models", headers=second).status_code == 200
     assert http.get("/health").status_code == 200

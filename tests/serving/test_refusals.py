@@ -95,7 +95,7 @@ def talking(engine: Any = None, **changes: Any) -> Any:
             "presence_penalty is not supported, and must be left out or 0",
         ),
         ({"logit_bias": {"5": 1}}, "logit_bias", "logit_bias is not supported, and must be left out or {}"),
-        ({"best_of": 3, "n": 2}, "best_of", "best_of is not supported, and must be left out, 1 or n, 2"),
+        ({"best_of": 1, "n": 2}, "best_of", "best_of is not supported, and must be left out or n, 2"),
         ({"suffix": "a"}, "suffix", "suffix is not supported, and must be left out or ''"),
         ({"state": "x"}, "state", "state: string should match pattern '^[0-9a-f]{64}$'"),
     ],

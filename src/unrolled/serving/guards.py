@@ -98,7 +98,7 @@ class Keys:
         again = self._limiter.get_window_stats(self._rate, client).reset_time - time.time()
         raise ApiError(
             429,
-            f"more than {self._rate} requests",
+            f"more than {self._rate.amount} requests in {self._rate.get_expiry()} seconds",
             code="rate_limit_exceeded",
             headers={"retry-after": str(max(1, round(again + 0.5)))},
         )

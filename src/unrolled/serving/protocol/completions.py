@@ -17,13 +17,13 @@ class CompletionRequest(TextContinuation):
     )
     echo: bool | None = Field(None, description="begin the answer with the prompt")
     logprobs: Logprobs | None = None
-    best_of: int | None = Field(None, description="must be n or 1")
+    best_of: int | None = Field(None, description="must be n")
     suffix: str | None = neutral("")
 
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
-        if self.best_of not in (None, 1, self.n or 1):
-            raise ValueError(f"best_of is not supported, and must be left out, 1 or n, {self.n or 1}")
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError(f"best_of is not supported, and must be left out or n, {self.n or 1}")
         return self
 
     @property
