@@ -12,6 +12,7 @@ from planned import MODELS, V, decoder, of
 from unrolled.decode import plan
 from unrolled.decode.request import Request, Sampling
 from unrolled.ops import native
+from unrolled.ops.state import nbytes
 from unrolled.serving import jobs
 from unrolled.serving.engine import Engine
 from unrolled.serving.jobs import (
@@ -222,6 +223,23 @@ def test_a_repetition_penalty_counts_the_prompt():
     assert tokens == expected(model, [1, 2, 3], 30, repetition_penalty=1.5)
 
 
+def test_a_repetition_penalty_does_not_count_what_a_state_has_read():
+    model = decoder(tie_embeddings=True)  # it likes to repeat a token
+    engine = made(model)
+    greedy, penalty = Sampling(temperature=0), Sampling(temperature=0, repetition_penalty=1e6)
+
+    async def first(token, sampling):
+        kept = await result(engine.submit(Job([token], 0, keep=True)))
+        [state] = kept[3].snapshots
+        return (await result(engine.submit(Job([], 1, state=state, sampling=sampling))))[0][0]
+
+    async def go(sampling):
+        return [await first(token, sampling) for token in range(V)]
+
+    assert asyncio.run(go(penalty)) == asyncio.run(go(greedy))
+    engine.drain(5)
+
+
 def test_prompts_begin_where_earlier_ones_part():
     model = decoder()
     engine, shared = made(model, chunk=16), list(range(40))
@@ -236,6 +254,41 @@ def test_prompts_begin_where_earlier_ones_part():
     for prompt, (tokens, *_) in zip(prompts, results, strict=True):
         assert tokens == expected(model, prompt, 8)
     assert engine.counts["cached"] == 40
+
+
+def test_a_prompt_of_another_owner_is_read_again():
+    model = decoder()
+    engine = made(model)
+
+    async def go():
+        jobs = [job(model, list(range(30)), 1, owner=owner) for owner in ("a", "b", "a")]
+        return [(await result(engine.submit(job)))[2].cached for job in jobs]
+
+    cached = asyncio.run(go())
+    engine.drain(5)
+    assert cached == [0, 0, 29]
+
+
+def test_short_prompts_are_read_before_the_next_block(monkeypatch):
+    monkeypatch.setattr("unrolled.serving.engine.BLOCK_SECONDS", 10.0)
+    submitted = threading.Event()
+
+    class Runner(PlanRunner):
+        def read(self, tokens, state, wanted):
+            submitted.wait(10)
+            return super().read(tokens, state, wanted)
+
+    model = decoder()
+    engine = Engine(Runner(plan(model)), digest=DIGEST)
+
+    async def go():
+        runs = [engine.submit(job(model, [n, 0], 1)) for n in range(20)]
+        submitted.set()
+        await asyncio.gather(*map(result, runs))
+
+    asyncio.run(go())
+    engine.drain(5)
+    assert engine.counts["blocks"] <= 2  # the first prompt may have been read before the others came
 
 
 def test_a_conversation_is_not_read_again():
@@ -349,8 +402,8 @@ def test_what_has_no_room_is_refused_or_waits():
             engine.submit(job(model, [1], 3000))
         with pytest.raises(TooLargeError, match="3 continuations, but 2"):
             engine.submit(job(model, [1], 1, n=3))
-        with pytest.raises(TooLargeError, match="3 prompts, but 2"):
-            engine.submit(job(model, [1], 1, together=3))
+        with pytest.raises(TooLargeError, match="5 prompts, but 4"):  # 2 run and 2 wait
+            engine.submit(job(model, [1], 1, together=5))
         long = engine.submit(job(model, [1], 1900))
         await anext(aiter(long))  # it runs
         second = engine.submit(job(model, [2], 200))
@@ -364,6 +417,20 @@ def test_what_has_no_room_is_refused_or_waits():
     tokens, *_ = asyncio.run(go())
     engine.drain(5)
     assert tokens == expected(model, [2], 200)
+
+
+def test_the_queue_is_for_what_finds_no_free_row():
+    model = decoder()
+    engine = made(model, rows=8, queue=2)
+
+    async def go():
+        runs = [engine.submit(job(model, [1], 50, n=2)) for _ in range(6)]
+        with pytest.raises(BusyError):
+            engine.submit(job(model, [1], 50, n=2))
+        await asyncio.gather(*map(result, runs))
+
+    asyncio.run(go())
+    engine.drain(5)
 
 
 def test_clients_take_turns():
@@ -609,3 +676,13 @@ def test_tensors_that_are_no_state_are_refused(name):
     if name == "softmax":  # a length that nobody has memory for
         with pytest.raises(ValueError, match=r"must have .* after 1000000000000 tokens"):
             runner.state(tensors, 10**12)
+
+
+@pytest.mark.parametrize("name", ["softmax", "linear", "sparse_transformer", "long_short", "performer"])
+def test_the_size_of_a_state_is_estimated_for_any_length(name):
+    model = decoder(**of(name))
+    runner = ModelRunner(model)
+    for tokens in (100, 383, 1500):
+        with torch.no_grad():
+            _, state = model.prefill(torch.zeros(1, tokens, dtype=torch.long), model.init_state(1))
+        assert 1 <= runner.nbytes(tokens) / nbytes(state) <= 1.3

@@ -14,9 +14,9 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 from serving.clients import events
-from serving.fakes import FakeStates, served
+from serving.fakes import FakeEngine, FakeStates, served
 
-from unrolled.serving.server import serve
+from unrolled.serving.server import connections, serve
 from unrolled.serving.settings import Settings
 
 SCRIPT = Path(__file__).parent / "run_fake.py"
@@ -145,6 +145,11 @@ def test_a_second_signal_ends_the_process() -> None:
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         assert process.wait(5) == 128 + signal.SIGINT
+
+
+def test_more_connections_are_accepted_than_requests_can_wait() -> None:
+    assert connections([served(FakeEngine(most=100))]) == 4096
+    assert connections([served(FakeEngine(most=3000)), served(FakeEngine(most=3000))]) > 6000
 
 
 def test_an_address_that_is_taken(address: str) -> None:

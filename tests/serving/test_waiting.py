@@ -13,7 +13,7 @@ ACTIONS = st.lists(st.sampled_from(["a", "b", "c", "take", "remove"]), max_size=
 
 @given(ACTIONS)
 def test_each_client_has_its_order_and_nobody_is_passed_over_twice(actions):
-    queue, held = Waiting(1000), []
+    queue, held = Waiting(), []
     waited = {}  # times that others were served since a client's last turn
     for number, action in enumerate(actions):
         if action == "take":
@@ -38,11 +38,3 @@ def test_each_client_has_its_order_and_nobody_is_passed_over_twice(actions):
                 waited[action] = 0
             held.append(item)
         assert len(queue) == len(held)
-
-
-def test_it_is_bounded():
-    queue = Waiting(2)
-    for number in range(2):
-        assert not queue.full
-        queue.add(Item("a", number))
-    assert queue.full

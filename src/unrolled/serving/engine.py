@@ -1,6 +1,6 @@
 """The engine: one thread that reads prompts and continues sequences side by side.
 
-In a loop, the thread drops jobs that were given up, takes jobs from the queue, reads one chunk of a prompt,
+In a loop, the thread drops jobs that were given up, takes jobs from the queue, reads chunks of prompts,
 draws a block of tokens for all rows, and delivers the results. Only this thread touches states, rows and
 prefixes.
 """
@@ -46,6 +46,10 @@ class _Entry:
     def client(self) -> str:
         return self.job.client
 
+    def fit(self, rows: int, memory: int) -> int:
+        """Return for how many jobs like this one there is room in that many rows and bytes."""
+        return min(rows // len(self.job.keys), memory // max(self.nbytes, 1))
+
 
 class Engine:
     """Runs jobs on one model.
@@ -56,8 +60,8 @@ class Engine:
         rows: maximum number of continuations at a time.
         memory: maximum memory in bytes for the states of all running jobs.
         prefix_memory: maximum memory in bytes for the prompts and states that are kept for other prompts.
-        queue: maximum number of jobs that wait.
-        chunk: maximum number of tokens of a prompt that are read between two blocks of drawing.
+        queue: maximum number of jobs that wait, besides those for which there is room.
+        chunk: maximum number of tokens of a prompt that are read at once.
         threads: number of threads of the kernels; None for that of torch.
 
     Attributes:
@@ -77,7 +81,8 @@ class Engine:
         chunk: int = 256,
         threads: int | None = None,
     ) -> None:
-        self.runner, self.digest, self.memory, self.chunk = runner, digest, memory, chunk
+        self.runner, self.digest, self.chunk = runner, digest, chunk
+        self.memory, self.queue = memory, queue
         self.counts = {"read": 0, "cached": 0, "drawn": 0, "blocks": 0, "seconds": 0.0}
         self._threads = threads
         self._prefixes = Prefixes(prefix_memory)
@@ -88,7 +93,7 @@ class Engine:
         self._block = 1
         self._told: list[tuple[Run, Event | EngineError]] = []
         self._changed = threading.Condition()
-        self._waiting: Waiting[_Entry] = Waiting(queue)  # guarded by `_changed`, like the next two
+        self._waiting: Waiting[_Entry] = Waiting()  # guarded by `_changed`, like the next two
         self._draining = self._closed = False
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
@@ -108,16 +113,23 @@ class Engine:
             raise TooLargeError(f"the states would take {entry.nbytes} bytes, but {self.memory} are the most")
         if len(job.keys) > self._writing.count:
             raise TooLargeError(f"{len(job.keys)} continuations, but {self._writing.count} are the most")
-        if job.together > self._waiting.most:
-            raise TooLargeError(f"{job.together} prompts, but {self._waiting.most} are the most")
+        most = self.queue + entry.fit(self._writing.count, self.memory)
+        if job.together > most:
+            raise TooLargeError(f"{job.together} prompts, but {most} are the most")
         with self._changed:
             if self._draining:
                 raise StoppingError("the server is shutting down")
-            if self._waiting.full:
+            starting = entry.fit(self._writing.unreserved, self.memory - self._used)
+            if len(self._waiting) >= self.queue + starting:
                 raise BusyError(f"{len(self._waiting)} requests are waiting already")
             self._waiting.add(entry)
             self._changed.notify()
         return entry.run
+
+    @property
+    def most(self) -> int:
+        """Maximum number of jobs that run or wait."""
+        return self._writing.count + self.queue
 
     @property
     def waiting(self) -> int:
@@ -227,10 +239,14 @@ class Engine:
                 self._fail(entry.run, EngineError(str(error)))
 
     def _read(self) -> None:
-        """Read a chunk of the prompt whose turn it is."""
-        if not self._reading:
-            return
-        reading = self._reading[0]
+        """Read chunks of prompts in turn for about as long as a block of drawing takes."""
+        until = time.perf_counter() + BLOCK_SECONDS
+        while self._reading:
+            self._read_chunk(self._reading[0])
+            if time.perf_counter() >= until:
+                return
+
+    def _read_chunk(self, reading: Reading) -> None:
         self._reading.rotate(-1)
         run = reading.run
         try:

@@ -21,7 +21,8 @@ from unrolled.serving.model import Served
 from unrolled.serving.settings import Settings
 from unrolled.serving.states import States
 
-CONNECTIONS = 4_096  # more than the rows and the queue hold, so that the queue fills up first
+CONNECTIONS = 4_096  # at least
+SPARE = 64  # connections for further requests, such as /health and those that the engines refuse
 STARTING = 10.0  # seconds that the server may take to listen
 CLOSING = 15.0  # seconds for other requests once the engines have stopped, such as those still sending bodies
 log = logging.getLogger("unrolled.serving")
@@ -61,8 +62,8 @@ async def _serve(
         interface=Interfaces.ASGI,
         http=HTTPModes.http1,
         websockets=False,
-        backlog=CONNECTIONS,
-        backpressure=CONNECTIONS,
+        backlog=connections(models),
+        backpressure=connections(models),
         http1_settings=HTTP1Settings(header_read_timeout=int(1_000 * settings.header_seconds)),
         log_enabled=False,
     )
@@ -82,6 +83,15 @@ async def _serve(
     finally:
         stopped.cancel()
         await asyncio.to_thread(states.close)
+
+
+def connections(models: Sequence[Served]) -> int:
+    """Return the maximum number of connections: more than requests run and wait, so that queues fill first.
+
+    Args:
+        models: the models.
+    """
+    return max(CONNECTIONS, sum(served.engine.most for served in models) + SPARE)
 
 
 def _on_signals() -> asyncio.Event:

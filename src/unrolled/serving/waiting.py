@@ -1,4 +1,4 @@
-"""A bounded queue in which clients take turns."""
+"""A queue in which clients take turns."""
 
 from collections import deque
 from collections.abc import Callable
@@ -14,23 +14,14 @@ Item = TypeVar("Item", bound=_Queued)
 
 
 class Waiting(Generic[Item]):
-    """Items of each client in the order in which they came; the clients take turns.
+    """Items of each client in the order in which they came; the clients take turns."""
 
-    Args:
-        most: maximum number of items at a time.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most, self._size = most, 0
+    def __init__(self) -> None:
+        self._size = 0
         self._queues: dict[str, deque[Item]] = {}  # the client whose turn it is comes first
 
     def __len__(self) -> int:
         return self._size
-
-    @property
-    def full(self) -> bool:
-        """Whether there is no room for another item."""
-        return self._size >= self.most
 
     def add(self, item: Item) -> None:
         """Add an item after the other items of its client."""

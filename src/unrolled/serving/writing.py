@@ -47,6 +47,11 @@ class Writing:
         return len(self._open)
 
     @property
+    def unreserved(self) -> int:
+        """Number of rows that are free and not reserved."""
+        return len(self._free) - self._reserved
+
+    @property
     def waits(self) -> bool:
         """Whether all continuations that have not ended wait for their clients."""
         return all(x.reading.run.behind for x in self._open.values())
@@ -58,7 +63,7 @@ class Writing:
 
     def reserve(self, rows: int) -> bool:
         """Reserve free rows; return False if there are not enough."""
-        if self._reserved + rows > len(self._free):
+        if rows > self.unreserved:
             return False
         self._reserved += rows
         return True
@@ -167,7 +172,7 @@ class Writing:
         self._free.append(x.row)
 
     def _seen(self, reading: Reading) -> Tensor:
-        """Return which tokens of the vocabulary the prompt holds."""
+        """Return which tokens of the vocabulary the prompt holds, without those that a state has read."""
         seen = torch.zeros(self._runner.vocab_size + 1, dtype=torch.uint8)  # one more for the start symbol
-        seen[torch.from_numpy(reading.tokens)] = 1
+        seen[torch.tensor(reading.run.job.tokens, dtype=torch.long)] = 1
         return seen[:-1].clone()
