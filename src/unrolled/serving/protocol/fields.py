@@ -54,7 +54,9 @@ class Continuation(Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
     state: StateId | None = Field(None, description="the id of a state to continue")
-    keep: bool | None = Field(None, description="keep the state at the end, and return its id")
+    keep: bool | None = Field(
+        None, description="keep the state at the end, after a stop text too, and return its id"
+    )
 
     def sampling(self) -> Sampling:
         """Return how tokens are drawn."""
