@@ -386,3 +386,18 @@ def test_a_state_is_cut_and_grown_without_a_change(name):
         assert torch.equal(p.prefill(tokens[:, 20:], resized)[0], expected)
         assert p.state_bytes(max(room, 20)) * 2 == sum(x.nbytes for x in resized)
     assert torch.equal(p.resized(p.resized(state, 100), 0).cache, p.resized(state, 0).cache)
+
+
+@pytest.mark.parametrize("name", ["linear", "softmax", "hybrid"])
+@pytest.mark.parametrize("position", [0, 1, 15, 16, 17])
+def test_it_goes_back_to_a_state_after_more_was_read_in_place(name, position):
+    p = plan(decoder(**MODELS[name]))
+    ids = torch.randint(V, (60,), generator=torch.Generator().manual_seed(0))
+    rows, places = torch.zeros(60, dtype=torch.long), torch.full((60,), -1)
+    state = p.with_room(p.init_state(1), 60)
+    for begin, end in ((0, position), (position, 60)):
+        before, mark = p.resized(state, 0), p.mark(state)
+        p.read(ids[begin:end], rows[begin:end], places[begin:end], [state], torch.empty(0, V))
+    again = p.back(mark)
+    assert int(state.position) == 60
+    assert all(torch.equal(x, y) for x, y in zip(again, before, strict=True))

@@ -195,9 +195,10 @@ def test_logprobs_of_new_tokens_are_those_of_the_model():
 
 
 @pytest.mark.parametrize("kind", RUNNERS)
-@pytest.mark.parametrize("kept", [1, 2, 7])
-def test_a_watch_ends_a_continuation_and_its_state_is_that_of_the_kept_tokens(kind, kept):
-    model = decoder()
+@pytest.mark.parametrize("name", ["linear", "softmax", "window"])
+@pytest.mark.parametrize("kept", [1, 2, 7, 13, 14])
+def test_a_watch_ends_a_continuation_and_its_state_is_that_of_the_kept_tokens(kind, name, kept):
+    model = decoder(**MODELS[name])
     engine, drawn = made(model, kind), []
 
     def watch(index, tokens):

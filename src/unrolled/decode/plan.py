@@ -53,6 +53,18 @@ class PlanState(NamedTuple):
     cache: Tensor
 
 
+class Mark(NamedTuple):
+    """A state of one sequence to which a plan can return after it has read more tokens in place.
+
+    Attributes:
+        state: the state; its cache is shared with the sequence, which only adds to it.
+        block: the block of each part of the cache to which the next token is added.
+    """
+
+    state: PlanState
+    block: list[Tensor]
+
+
 class Plan:
     """A model with packed weights; see `plan`.
 
@@ -222,6 +234,30 @@ class Plan:
         if len(position):
             tokens = max(tokens, int(position.max()))
         return PlanState(position.clone(), fixed.clone(), self._resized(cache, tokens))
+
+    def mark(self, state: PlanState) -> Mark:
+        """Note the state of one sequence, for `back`; no more of the cache is copied than one block."""
+        noted = PlanState(state.position.clone(), state.fixed.clone(), state.cache)
+        return Mark(noted, [x.clone() for x in self._block(noted)])
+
+    def back(self, mark: Mark) -> PlanState:
+        """Return a copy of the state that was noted, as it was then."""
+        made = self.resized(mark.state, 0)
+        for block, noted in zip(self._block(made), mark.block, strict=True):
+            block.copy_(noted)
+        return made
+
+    def _block(self, state: PlanState) -> list[Tensor]:
+        """Return the block of each part of the cache that is full in part, as views; none if all are full."""
+        number, full = divmod(int(state.position), KEY_BLOCK)
+        if not full:
+            return []
+        capacity, flat = state.cache.shape[1], state.cache.view(-1)
+        begins = [sum(self._program.cache[:part]) * capacity for part in range(len(self._program.cache))]
+        return [
+            flat[begin + number * KEY_BLOCK * size :][: KEY_BLOCK * size]
+            for begin, size in zip(begins, self._program.cache, strict=True)
+        ]
 
     def state_bytes(self, tokens: int) -> int:
         """Bytes of the state of one sequence with room for that many tokens."""

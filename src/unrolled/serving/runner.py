@@ -8,6 +8,7 @@ from torch import Tensor
 
 from unrolled.decode import Plan, PlanState
 from unrolled.decode.batch import Batch, Drawing
+from unrolled.decode.plan import Mark
 from unrolled.ops import native
 from unrolled.serving.snapshot import MOST
 
@@ -68,6 +69,12 @@ class Runner(Protocol):
     def copy(self, state: Any, tokens: int) -> Any:
         """Copy a state, with room for `tokens` tokens in all."""
 
+    def mark(self, state: Any) -> Any:
+        """Note a state, for `back`."""
+
+    def back(self, mark: Any) -> Any:
+        """Return a state as it was when it was noted, though more tokens may have been read since."""
+
     def read(self, tokens: Tensor, state: Any, wanted: Wanted) -> tuple[Tensor, Any]:
         """Read tokens [n]; `state` must not be used again.
 
@@ -113,6 +120,14 @@ class PlanRunner:
     def copy(self, state: PlanState, tokens: int) -> PlanState:
         """Copy a state, with room for `tokens` tokens in all."""
         return self.plan.resized(state, tokens)
+
+    def mark(self, state: PlanState) -> Mark:
+        """Note a state, for `back`."""
+        return self.plan.mark(state)
+
+    def back(self, mark: Mark) -> PlanState:
+        """Return a state as it was when it was noted."""
+        return self.plan.back(mark)
 
     def read(self, tokens: Tensor, state: PlanState, wanted: Wanted) -> tuple[Tensor, PlanState]:
         """Read tokens [n]; see `Runner.read`."""

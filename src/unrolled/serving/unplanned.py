@@ -47,6 +47,14 @@ class ModelRunner:
         """Return the state itself, since models do not change states in place."""
         return state
 
+    def mark(self, state: Any) -> Any:
+        """Return the state itself, since models do not change states in place."""
+        return state
+
+    def back(self, mark: Any) -> Any:
+        """Return the state that was noted."""
+        return mark
+
     def read(self, tokens: Tensor, state: Any, wanted: Wanted) -> tuple[Tensor, Any]:
         """Read tokens [n]; see `unrolled.serving.runner.Runner.read`."""
         if len(tokens) == 1:  # rounded like tokens that are drawn

@@ -99,7 +99,11 @@ class Writing:
                 x.paused = not x.paused
                 self._rows.pause(row, x.paused)
         drawn = {row: x for row, x in self._open.items() if not x.paused}
-        before = {row: self._before(x) for row, x in drawn.items() if x.job.watch and x.job.keep}
+        before = {  # states to which rows may have to return, if a stop text is found
+            row: self._runner.mark(self._rows.states[row])
+            for row, x in drawn.items()
+            if x.job.watch and x.job.keep
+        }
         self._rows.draw(most)
         told: list[tuple[Run, Event | EngineError]] = []
         for row in self._rows.failed():
@@ -120,10 +124,6 @@ class Writing:
                 self.drop(run)
         return told
 
-    def _before(self, x: _Continuation) -> Any:
-        """Copy a state to which a row may have to return, if a stop text is found."""
-        return self._runner.copy(self._rows.states[x.row], 0)
-
     def _after(self, x: _Continuation, active: bool, before: Any) -> list[tuple[Run, Event | EngineError]]:
         """Return the events of a continuation after a block, and close it if it has ended."""
         run, row = x.reading.run, x.row
@@ -132,7 +132,7 @@ class Writing:
         state, kept = self._rows.states[row], None
         if x.job.watch is not None and (kept := x.job.watch(x.index, new)) is not None:
             if before is not None and (kept < len(new) or active):
-                state = self._runner.copy(before, x.reading.room)
+                state = self._runner.copy(self._runner.back(before), x.reading.room)
                 for token in new[: kept - 1]:  # one by one, so that they are rounded as before
                     _, state = self._runner.read(torch.tensor([token]), state, "none")
             new = new[:kept]
