@@ -1,4 +1,4 @@
-"""The training loop: any model with a `loss`, any data set with `batch` and `eval_batches`, one folder."""
+"""The training loop: any `Trainable` model, any data set with `batch` and `eval_batches`, one folder."""
 
 import math
 import time
@@ -105,12 +105,12 @@ def train(
         ExitStack() as stack,
     ):
         with processes.agreed():
+            state = _steps.begin(model, config, processes)
+        with processes.agreed():
             if processes.first:
                 _make_folder(run_dir)
                 stack.enter_context(held(run_dir))
                 remove_staging(run_dir)
-        with processes.agreed():
-            state = _steps.begin(model, config, processes)
         resumed = resume and _steps.go_back(run_dir, state, identity, config)
         with processes.agreed():
             if processes.first:
