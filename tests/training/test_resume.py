@@ -94,6 +94,25 @@ def test_resume_false_starts_over(tmp_path):
     assert losses(tmp_path) == losses(tmp_path / "fresh")
 
 
+def test_an_outdated_model_goes_once_the_new_run_has_begun(tmp_path):
+    run(tmp_path)
+    model = tmp_path / "model.safetensors"
+
+    def failing(resumed):
+        raise StopError
+
+    with pytest.raises(StopError):
+        run(tmp_path, resume=False, outdated=[model.name], on_start=failing)
+    assert model.exists()
+    run(tmp_path, outdated=[model.name])
+    assert model.exists()  # it is of this run
+    for resume in (False, True):  # killed before its first evaluation, once just before the removal
+        with pytest.raises(StopError):
+            run(tmp_path, resume=resume, outdated=[model.name], data=stops_at(1))
+        assert not model.exists()
+        model.touch()
+
+
 def press_ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 

@@ -116,7 +116,7 @@ def train(
             def made_before() -> bool:
                 found = contents(run.run_dir)
                 begun = {"last.safetensors", "last.json"} & found or not {WEIGHTS_FILE, PLAN_FILE} & found
-                return RUN_FILE in found and bool(begun)
+                return (RUN_FILE in found and bool(begun)) or found == {"wandb"}  # its library failed there
 
             if processes.first:
                 what = "a run of unrolled train with its checkpoint"
@@ -136,9 +136,9 @@ def train(
             typer.echo(f"{parameters:,} parameters, {others}run folder {run.run_dir}", err=True)
 
         def start(resumed: bool) -> None:
-            run.begin(resumed)
             if tracker is not None:
-                tracker.start(resumed)
+                tracker.start(resumed)  # first, since it may fail
+            run.save()
 
         try:
             result = training.train(
@@ -149,6 +149,7 @@ def train(
                 resume=resume,
                 tensorboard=tensorboard,
                 on_start=start,
+                outdated=run_config.MODEL_FILES,
                 on_line=lambda line: None if tracker is None else tracker.send(line),
             )
         finally:
