@@ -146,6 +146,8 @@ def test_a_run_that_was_never_evaluated_has_no_model_yet(text_settings: list[str
         (run_dir / name).unlink()
     for command in ("generate", "info", "evaluate"):
         assert "holds no model yet: its training has not been evaluated" in error(command, run_dir)
+    works("train", *text_settings, f"run_dir={run_dir}")
+    works("generate", run_dir, "--prompt", "7 green", "--tokens", 2)
 
 
 def test_a_model_of_another_kind_trains_and_generates(text_settings: list[str], tmp_path: Path) -> None:

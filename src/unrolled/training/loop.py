@@ -163,11 +163,13 @@ class _Run:
         if first and p.best_val is None:
             for name in outdated:
                 (self.run_dir / name).unlink(missing_ok=True)
+        if self.state.processes.from_first(any(not (self.run_dir / name).exists() for name in p.saved)):
+            p.best_val, p.evaluated = None, min(p.evaluated, p.step - 1)  # the model is lost
         with ExitStack() as stack:
             log: RunLog = SilentLog()
             with self.state.processes.agreed():
                 if first:
-                    after = p.step if resumed else None
+                    after = (p.step, p.evaluated) if resumed else None
                     file = self.run_dir / "log.jsonl"
                     opened = open_log(file, after=after, tensorboard=tensorboard, on_line=on_line)
                     log = stack.enter_context(opened)
@@ -251,7 +253,8 @@ class _Run:
     def _evaluate_if_due(self, log: RunLog) -> None:
         """Evaluate, update the schedule and the log, and save the weights if they are the best so far."""
         p, config, state = self.state.progress, self.config, self.state
-        due = p.step % config.eval_every == 0 or config.is_over(p.step, p.seconds)
+        lost = bool(p.saved) and p.best_val is None
+        due = p.step % config.eval_every == 0 or config.is_over(p.step, p.seconds) or lost
         if not due or p.evaluated == p.step:
             return
         try:
@@ -272,6 +275,7 @@ class _Run:
                 if best is not None:
                     with replacing_files(self.run_dir) as folder:
                         best.save(folder)
+                        p.saved = sorted(file.name for file in folder.iterdir())
         p.evaluated = p.step
         peaks = [x for x in state.processes.gather(peak_bytes(state.device)) if x is not None]
         memory = {"peak_bytes": max(peaks)} if peaks else {}  # the largest over the processes
