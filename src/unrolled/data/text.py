@@ -1,9 +1,10 @@
 """Text as a sequence of characters, bytes, byte pairs or words: tiny-shakespeare by name, or any file."""
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -125,6 +126,12 @@ class TextDataset(BaseDataset):
         return Vocabulary(
             "text", characters=None if self.characters is None else list(self.characters), data=name
         )
+
+    @property
+    def ids_checksum(self) -> str:
+        """CRC-32 of the ids."""
+        train, val = (self._ids[split].data for split in get_args(Split))
+        return f"{zlib.crc32(val, zlib.crc32(train)):08x}"
 
     def encode(self, text: str) -> Tensor:
         """Return the ids of a text, int64 [T]; see `Codec.encode`."""

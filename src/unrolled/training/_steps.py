@@ -271,9 +271,13 @@ def _projections(model: Trainable) -> list[Projection]:
 
 
 def identity_of(model: Trainable, dataset: Dataset, config: TrainConfig) -> dict[str, object]:
-    """Describe what must be the same for a checkpoint to be resumed; first batches stand for the files."""
+    """Describe what must be the same for a checkpoint to be resumed.
+
+    The first batches stand for a data set without an `ids_checksum`.
+    """
     first = dataset.batch("train", step=0, batch_size=config.batch_size, seed=config.seed)
-    data = {"options": _options(dataset), "first_batch": _checksum(first)}
+    data: dict[str, object] = {"options": _options(dataset), "first_batch": _checksum(first)}
+    data["ids_checksum"] = getattr(dataset, "ids_checksum", None)
     for batch in islice(dataset.eval_batches(config.batch_size), 1):
         data["first_eval_batch"] = _checksum(batch)
     return {"train": asdict(config), "model": asdict(model.config), "data": data}
