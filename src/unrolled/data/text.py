@@ -227,6 +227,11 @@ class TextDataset(BaseDataset):
                 raise ValueError(f"vocab_size is 1, but must be at least 2 with level={self.level!r}")
             split = WORDS if self.level == "words" else BLANKS
             self.text_tokenizer = TextTokenizer.learn_words(pieces(parts["train"]), split, self.vocab_size)
+            if len(self.text_tokenizer) == 1:
+                raise ValueError(
+                    f"level is {self.level!r}, but in the training part of {self.path} no word occurs twice: "
+                    "set vocab_size, or choose another level"
+                )
         else:
             size = DEFAULT_SIZE if self.vocab_size is None else self.vocab_size
             if size < SMALLEST:
