@@ -177,16 +177,19 @@ def _report_loss(result: "TrainResult", run: "Run") -> None:
 
 def _report_use(run: "Run") -> None:
     """Print the command that uses the model."""
+    import shlex
+
     vocabulary, task = run.dataset.vocabulary, run.dataset.task
+    folder = shlex.quote(str(run.run_dir))
     if task == "tokens":
         prompt = ' --prompt "1 2 3"' if vocabulary.kind == "ids" else ""
-        typer.echo(f"generate with it: unrolled generate {run.run_dir}{prompt}", err=True)
+        typer.echo(f"generate with it: unrolled generate {folder}{prompt}", err=True)
     elif task == "translation":
-        typer.echo(f'translate with it: unrolled translate {run.run_dir} "..."', err=True)
+        typer.echo(f'translate with it: unrolled translate {folder} "..."', err=True)
     elif task == "transcription":
-        typer.echo(f"transcribe with it: unrolled transcribe {run.run_dir} sound.wav", err=True)
+        typer.echo(f"transcribe with it: unrolled transcribe {folder} sound.wav", err=True)
     else:
-        typer.echo(f"use it: unrolled.models.load('{run.run_dir}')", err=True)
+        typer.echo(f"use it: unrolled.models.load({str(run.run_dir)!r})", err=True)
 
 
 def _print(f: "Forecast", run: "Run", device: "torch.device") -> None:
