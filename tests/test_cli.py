@@ -140,12 +140,15 @@ def test_memory_that_torch_cannot_allocate_is_said_in_plain_words() -> None:
 
 
 def test_a_run_that_was_never_evaluated_has_no_model_yet(text_settings: list[str], tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    works("train", *text_settings, f"run_dir={run_dir}")
+    run_dir = tmp_path / "my run"
+    printed = works("train", *text_settings, f"run_dir={run_dir}").stderr
+    assert f"generate with it: unrolled generate '{run_dir}'\n" in printed
     for name in ("config.json", "model.safetensors", "vocabulary.json"):  # written by the first evaluation
         (run_dir / name).unlink()
     for command in ("generate", "info", "evaluate"):
         assert "holds no model yet: its training has not been evaluated" in error(command, run_dir)
+    works("train", *text_settings, f"run_dir={run_dir}")
+    works("generate", run_dir, "--prompt", "7 green", "--tokens", 2)
 
 
 def test_a_model_of_another_kind_trains_and_generates(text_settings: list[str], tmp_path: Path) -> None:

@@ -72,6 +72,11 @@ def test_the_command_writes_a_report(tmp_path):
         (["linear", "--against", "luong"], "attention is 'luong', but must be one of"),
         (["linear", "--set", "linear.nope=1"], "invalid options for linear"),
         (["linear", "--set", "softmax=1"], "must be NAME.KEY=VALUE"),
+        (["linear", "--set", "softmax.causal=true"], "which all mechanisms share: use --causal"),
+        (
+            ["linear", "--set", "linear.n_heads=2"],
+            "--set has linear.n_heads, which all mechanisms share: use --n-",
+        ),
         (["linear", "--set", "performer.seed=1"], "options are given for performer"),
         (["linear", "--lengths", "0"], "--lengths is '0', but must be positive integers"),
         (["linear", "--n-heads", "7"], "must be a multiple of n_heads = 7"),

@@ -72,6 +72,11 @@ def test_weights_are_rounded_first(runs: Path, tmp_path: Path) -> None:
         assert figures.get("weights") == weights
         assert len(figures["positions"]) > 3
     assert losses["fp32"] == pytest.approx(losses[None], abs=1e-5)
+    settings = (folder / "run.yaml").read_text()
+    assert "segment: null" in settings
+    (folder / "run.yaml").write_text(settings.replace("segment: null", "segment: 16"))
+    works(*arguments, "--weights", "fp32")
+    assert json.loads(file.read_text())["loss"] == pytest.approx(losses["fp32"], abs=1e-5)
     for matrix in model.modules():
         if isinstance(matrix, nn.Linear | nn.Embedding):
             matrix.weight.data = rounded(matrix.weight, "bf16")

@@ -124,6 +124,18 @@ def test_a_training_keeps_its_last_checkpoint_and_goes_on_when_there_is_room(
         works(*filled([*TRAIN, "train.steps=4"], made, copy))
 
 
+def test_a_model_stays_until_a_fresh_training_has_begun(made: Path, tmp_path: Path) -> None:
+    words = filled(TRAIN, made, tmp_path / "run")
+    works(*words, "train.steps=2")
+    before = everything(tmp_path / "run")
+    size = (tmp_path / "run" / "run.yaml").stat().st_size + 100
+    assert size < (tmp_path / "run" / "last.safetensors").stat().st_size
+    for nbytes in (100, size):
+        fails([*words, "train.steps=2", "--fresh"], nbytes)
+        assert everything(tmp_path / "run") == before
+    works("generate", tmp_path / "run", "--prompt", "a", "--tokens", 2)
+
+
 def test_a_training_that_cannot_begin_leaves_no_file(made: Path, tmp_path: Path) -> None:
     fails(filled([*TRAIN, "train.steps=2"], made, tmp_path / "run"), 100)
     assert set(everything(tmp_path / "run")) <= {".lock"}

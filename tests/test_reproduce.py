@@ -248,6 +248,7 @@ def test_an_experiment_is_copied_and_listed(tmp_path: Path) -> None:
         (["--only", "wide,slim"], "--only has 'slim', but the contenders are narrow, wide"),
         (["--scale", "big"], "scale is 'big', but must be one of quick, full, smoke"),
         (["--table"], "no run of tiny has ended in"),
+        (["--table", "--only", "wide"], "--only is for a training, but --table makes none"),
     ],
 )
 def test_what_cannot_be_done_is_said(tiny: Path, words: list[str], message: str) -> None:

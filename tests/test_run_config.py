@@ -91,6 +91,11 @@ def test_a_saved_run_is_a_config_of_the_same_run(settings: list[str]) -> None:
         ("data.name=nope", "'nope', but the data sets are "),
         ("run_dir=''", "run_dir is '', but must be the name of a folder"),
         ("run_dir=3.5", "run_dir is 3.5, but must be the name of a folder"),
+        ("data.path=1984", "path is 1984, but must be a string, or a path; a name like 3.5 needs quotes"),
+        (
+            "data.val_path=yes",
+            "val_path is True, but must be a string, a path, or None; a name like 3.5 needs quotes",
+        ),
         ("model=3", "model is 3, but must be a section of keys and values"),
         ("train.lr=fast", "lr is 'fast', but must be a number above 0"),
         ("model.attention=5", "attention is 5, but must be a string, or a list of strings"),

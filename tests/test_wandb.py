@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from commands import error, works
+from commands import error, everything, works
 
 from unrolled.training import read_log
 
@@ -67,6 +67,27 @@ def test_a_run_that_fails_is_finished(project: Project, tmp_path: Path) -> None:
     words = ["train", *SMALL, f"run_dir={tmp_path / 'run'}", "--wandb", "papers", "train.lr=1e30"]
     assert "lower lr" in error(*words, "train.clip_norm=null", "train.warmup_steps=0")
     assert project.finished == 1
+
+
+def test_what_the_library_refuses_is_one_sentence_and_the_run_can_begin_later(
+    monkeypatch: pytest.MonkeyPatch, project: Project, tmp_path: Path
+) -> None:
+    class UsageError(Exception):
+        pass
+
+    def refuse(dir: Path, **options: Any) -> None:
+        (dir / "wandb").mkdir(exist_ok=True)
+        raise UsageError("api_key not configured")
+
+    train = ["train", *SMALL, f"run_dir={tmp_path / 'run'}", "train.steps=10", "--wandb", "papers"]
+    monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
+    assert error(*train) == "--wandb: api_key not configured"
+    monkeypatch.setattr(sys.modules["wandb"], "init", project.init)
+    works(*train)
+    before = everything(tmp_path / "run")
+    monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
+    assert error(*train, "--fresh", "train.lr=0.1") == "--wandb: api_key not configured"
+    assert everything(tmp_path / "run") == before
 
 
 def test_the_library_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ def check_value(name: str, value: object, hint: object) -> None:
         expected = describe(json_schema(hint))
         if type(value) is int and abs(value) > INT64_MAX and expected.startswith("an integer"):
             expected = "an integer of 64 bits"
+        if isinstance(value, int | float) and "a path" in expected:  # from YAML
+            expected += "; a name like 3.5 needs quotes"
         raise ValueError(f"{name} is {value!r}, but must be {expected}") from error
 
 

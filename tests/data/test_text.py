@@ -263,6 +263,10 @@ def test_the_real_wikitext(real_data):
         ({"level": "bpe", "vocab_size": 256}, "vocab_size is 256, but must be at least 257 with level='bpe'"),
         ({"vocab_size": 12}, r"vocab_size is 12, but .*file.txt has 10 characters: leave it out, or choose"),
         ({"vocab_size": 10, "level": "bytes"}, "vocab_size is 10, but .* has 256 bytes"),
+        (
+            {"level": "blanks"},
+            "level is 'blanks', but in the training part of .*file.txt no word occurs twice: set vocab_size",
+        ),
         ({"order": "sorted"}, "order is 'sorted', but must be one of 'random', 'consecutive', 'drawn'"),
         (
             {"level": "bpe", "length": 500},

@@ -142,6 +142,22 @@ def test_a_corpus_of_other_settings_is_not_mixed_up(source, tmp_path):
     assert digests(tmp_path / "out") == digests(tmp_path / "new")
 
 
+def test_an_edited_input_of_the_same_size_is_refused(source, tmp_path):
+    content, out = source.read_bytes(), tmp_path / "out"
+    out.mkdir()
+    tokenizing([source]).write(out)
+    before = digests(out)
+    try:
+        middle = content.index(b"gold", len(content) // 2)
+        source.write_bytes(content[:middle] + b"lead" + content[middle + 4 :])
+        with pytest.raises(ValueError, match="of other settings: files differ; name another folder"):
+            tokenizing([source]).write(out)
+    finally:
+        source.write_bytes(content)
+    assert tokenizing([source]).write(out).complete  # though its time of change is another
+    assert digests(out) == before
+
+
 def test_two_processes_do_not_write_one_folder(source, tmp_path):
     (tmp_path / "out").mkdir()
     with held(tmp_path / "out"), pytest.MonkeyPatch.context() as patch:

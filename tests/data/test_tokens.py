@@ -50,6 +50,13 @@ def test_ids_are_read_over_the_borders_of_shards(folder):
             assert ids.starts(start, stop).tolist() == expected
 
 
+def test_the_checksum_is_that_of_the_ids_wherever_they_are(folder, tmp_path):
+    found = TokensDataset(folder, length=16).ids_checksum
+    assert TokensDataset(copied(folder, tmp_path / "copy"), length=8).ids_checksum == found
+    edited = write_corpus(tmp_path / "edited", [*TEXTS[:150], TEXTS[150][::-1], *TEXTS[151:]])
+    assert TokensDataset(edited, length=16).ids_checksum != found
+
+
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
 def test_an_epoch_has_every_window_once(folder, batch_size):
     dataset = TokensDataset(folder, length=16)

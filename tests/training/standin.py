@@ -15,6 +15,7 @@ from unrolled.contract import Batch
 from unrolled.training import TrainConfig, TrainResult, read_log, train
 
 VOCAB = 7
+TO_TRAIN = ("resume", "tensorboard", "metadata", "on_start", "outdated", "on_line")
 
 
 @dataclass
@@ -105,7 +106,7 @@ def config(**changes: Any) -> TrainConfig:
 
 def run(run_dir: Path, *, data: Any = None, model: Any = None, **options: Any) -> TrainResult:
     """Train the stand-in; keywords that `train` knows go there, all others into the config."""
-    to_train = {k: options.pop(k) for k in ("resume", "tensorboard", "metadata", "on_line") if k in options}
+    to_train = {k: options.pop(k) for k in TO_TRAIN if k in options}
     model = model or StandIn()
     return train(model, data or Cycles(), config(**options), run_dir, progress=False, **to_train)
 

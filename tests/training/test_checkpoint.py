@@ -120,11 +120,13 @@ def test_refuses_other_options_of_data_whose_first_batches_are_equal(tmp_path):
     assert trained(4).steps == 4
 
 
-def test_the_files_of_the_data_may_move(tmp_path):
-    def trained(steps, text):
+def test_the_files_of_the_data_may_move_but_not_change(tmp_path):
+    book = "to be or not to be " * 100
+
+    def trained(steps, text, book=book):
         folder = tmp_path / text
         folder.mkdir()
-        (folder / "book.txt").write_text("to be or not to be " * 100)
+        (folder / "book.txt").write_text(book)
         dataset = data.load("text", path=str(folder / "book.txt"), length=8)
         torch.manual_seed(0)
         made = models.KINDS["recurrent_lm"]
@@ -134,6 +136,9 @@ def test_the_files_of_the_data_may_move(tmp_path):
 
     trained(2, "here")
     assert trained(4, "there").steps == 4
+    edited = book[:1000] + book[1001] + book[1000] + book[1002:]  # in none of the first batches
+    with pytest.raises(ValueError, match=r"data\.ids_checksum was '.{8}' and is now '.{8}' \(to start over"):
+        trained(6, "edited", edited)
 
 
 def test_refuses_fewer_steps_than_it_has(stopped):

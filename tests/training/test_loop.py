@@ -156,6 +156,20 @@ def test_an_unwritable_folder_is_refused_at_the_start(tmp_path):
     assert model.calls == 0
 
 
+def test_a_model_that_cannot_be_trained_is_refused_and_makes_no_folder(tmp_path):
+    message = r"model is a StandIn, but must have loss\(inputs, targets\), save\(folder\) and a dataclass"
+    for name, lacking in {"config": {}, "save": None, "loss": None}.items():
+        model = StandIn()
+        setattr(model, name, lacking)
+        with pytest.raises(ValueError, match=message):
+            run(tmp_path / "run", model=model)
+    model = StandIn()
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="the model has nothing to train"):
+        run(tmp_path / "run", model=model)
+    assert not (tmp_path / "run").exists()
+
+
 def test_activation_checkpointing_needs_a_model_that_can(tmp_path):
     able, unable = StandIn(), StandIn()
     run(tmp_path / "a", model=able, gradient_checkpointing=True, steps=1)

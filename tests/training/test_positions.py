@@ -1,10 +1,12 @@
 """Loss and accuracy by position: against a loop over single windows and targets, in fp64."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from corpora import story, write_corpus
 from torch.nn.functional import cross_entropy
 
 from unrolled import data, models
@@ -63,6 +65,33 @@ def test_it_is_the_mean_over_the_targets_of_the_whole_split(kind):
     assert ((0, 4) in scores) == (kind != "perceiver_ar")  # which predicts the last 5 only
     if kind != "perceiver_ar":
         assert scores[0, 12].loss == pytest.approx(evaluate(model, dataset, TrainConfig()), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["decoder", "recurrent_lm"])
+def test_segments_are_read_one_by_one_and_change_nothing(kind):
+    dataset = data.load("copy", length=12, n_symbols=3, val_size=10)
+    assert in_segments(small(dataset, kind, **FIELDS[kind]), dataset, [(0, 12), (3, 9)], segment=5) == 5
+
+
+def test_packed_sequences_are_read_in_segments_too(tmp_path):
+    folder = write_corpus(tmp_path / "corpus", [story(i, words=3 + i % 20) for i in range(60)])
+    dataset = data.load("tokens", path=str(folder), length=32, documents="separate")
+    model = small(dataset, **ATTENTION | {"max_length": 32})
+    assert in_segments(model, dataset, [(0, 32), (8, 20)], segment=8) == 8
+
+
+def in_segments(
+    model: torch.nn.Module, dataset: BaseDataset, ranges: list[tuple[int, int]], segment: int
+) -> int:
+    """Compare the scores with those without segments; return how many tokens were read at most at a time."""
+    expected = evaluate_positions(model, dataset, CONFIG, ranges)
+    read = []
+    model.embedding.register_forward_hook(lambda module, inputs, output: read.append(inputs[0].shape[1]))
+    found = evaluate_positions(model, dataset, replace(CONFIG, segment=segment), ranges)
+    for a, b in zip(found, expected, strict=True):
+        assert (a.windows, a.targets, a.correct) == (b.windows, b.targets, b.correct)
+        assert (a.loss, a.loss_error) == pytest.approx((b.loss, b.loss_error), rel=1e-10)
+    return max(read)
 
 
 def test_with_as_many_targets_in_each_window_the_error_is_that_of_the_mean_of_windows():

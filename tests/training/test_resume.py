@@ -5,10 +5,11 @@ import threading
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from unrolled.training import read_log
+from unrolled.training import evaluate, read_log
 
-from .standin import CallsAt, StandIn, losses, run, same, weights
+from .standin import CallsAt, Cycles, StandIn, config, losses, run, same, weights
 
 
 class StopError(Exception):
@@ -94,6 +95,41 @@ def test_resume_false_starts_over(tmp_path):
     assert losses(tmp_path) == losses(tmp_path / "fresh")
 
 
+def test_an_outdated_model_goes_once_the_new_run_has_begun(tmp_path):
+    run(tmp_path)
+    model = tmp_path / "model.safetensors"
+
+    def failing(resumed):
+        raise StopError
+
+    with pytest.raises(StopError):
+        run(tmp_path, resume=False, outdated=[model.name], on_start=failing)
+    assert model.exists()
+    run(tmp_path, outdated=[model.name])
+    assert model.exists()  # it is of this run
+    for resume in (False, True):  # killed before its first evaluation, once just before the removal
+        with pytest.raises(StopError):
+            run(tmp_path, resume=resume, outdated=[model.name], data=stops_at(1))
+        assert not model.exists()
+        model.touch()
+
+
+@pytest.mark.parametrize("step", [8, 12])
+def test_a_lost_model_is_saved_again(tmp_path, step):
+    """Evaluations follow steps 3, 6, 9 and 12; the model of the last two is the best that is left."""
+    options = {"schedule": "constant", "lr": 0.1, "warmup_steps": 0}
+    run(tmp_path, steps=step, **options)
+    file = tmp_path / "model.safetensors"
+    file.unlink()
+    result = run(tmp_path, **options)
+    evals = [(x["step"], x["loss"]) for x in read_log(tmp_path / "log.jsonl") if x["event"] == "eval"]
+    assert [x for x, _ in evals] == sorted({3, 6, 9, 12, step})
+    assert result.best_val == min(loss for x, loss in evals if x >= step)
+    model = StandIn()
+    model.load_state_dict(load_file(file), strict=False)
+    assert evaluate(model, Cycles(), config()) == result.best_val
+
+
 def press_ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
@@ -107,6 +143,26 @@ def test_ctrl_c_finishes_the_step_saves_and_says_so(tmp_path, capfd):
     run(tmp_path / "cut")
     run(tmp_path / "alone")
     assert same(weights(tmp_path / "alone"), weights(tmp_path / "cut"))
+
+
+def test_an_evaluation_that_is_repeated_twice_is_logged_once(tmp_path):
+    class Stopped(Cycles):
+        calls = 0
+
+        def eval_batches(self, batch_size):
+            self.calls += 1
+            for batch in super().eval_batches(batch_size):
+                if self.calls == 2:  # the first call is to tell the data apart
+                    press_ctrl_c()
+                yield batch
+
+    assert run(tmp_path / "cut", data=Stopped()).last_val is None
+    with pytest.raises(StopError):
+        run(tmp_path / "cut", data=stops_at(3))
+    assert losses(tmp_path / "cut")[-1][:2] == ("eval", 3)  # which the checkpoint does not know
+    run(tmp_path / "cut")
+    run(tmp_path / "alone")
+    assert losses(tmp_path / "cut") == losses(tmp_path / "alone")
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path):

@@ -211,7 +211,14 @@ def _measured(
         return before
     model = run.new_model(device)
     try:
-        result = training.train(model, run.dataset, run.train, run_dir, on_start=run.begin)
+        result = training.train(
+            model,
+            run.dataset,
+            run.train,
+            run_dir,
+            on_start=lambda resumed: run.save(),
+            outdated=run_config.MODEL_FILES,
+        )
     except FloatingPointError:
         if not may_diverge:
             raise

@@ -1,6 +1,7 @@
 """Web pages: of runs, by `unrolled export`, and of the models of the library, by `unrolled demo`."""
 
 import json
+import shlex
 from collections.abc import Sequence
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -48,7 +49,7 @@ def write_page(runs: Sequence[Path], out: Path, *, force: bool, **options: Any) 
     check_folder(out, "a page of these runs", lambda: is_page_of(out, named), force=force)
     write_site(named, out, **options)
     typer.echo(f"The page: {out / 'index.html'}. Serve it with any static server, such as")
-    typer.echo(f"  python -m http.server --bind {ADDRESS} --directory {out}")
+    typer.echo(f"  python -m http.server --bind {ADDRESS} --directory {shlex.quote(str(out))}")
 
 
 def shipped_page(out: Path, *, runtime: Path | None, force: bool) -> Path:

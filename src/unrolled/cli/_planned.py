@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from unrolled.decode import Plan
+from unrolled.decode import Plan, PlanState
 from unrolled.models import Decoder
 
 
@@ -26,5 +26,12 @@ class Planned(nn.Module):
         if cu_seqlens is not None:
             bounds = pairwise(cu_seqlens.tolist())
             return torch.cat([self(tokens[:, start:stop]) for start, stop in bounds], dim=1)
-        logits, _ = self.plan.prefill(tokens, self.plan.init_state(len(tokens)))
-        return logits
+        return self.prefill(tokens, self.init_state(len(tokens)))[0]
+
+    def init_state(self, batch_size: int) -> PlanState:
+        """Return the state before the first token."""
+        return self.plan.init_state(batch_size)
+
+    def prefill(self, tokens: Tensor, state: PlanState) -> tuple[Tensor, PlanState]:
+        """Read several tokens `[B,T]` from a state; return their logits and the new state."""
+        return self.plan.prefill(tokens, state)

@@ -36,18 +36,25 @@ class Tracker:
         self._sent: Any = None
 
     def start(self, resumed: bool) -> None:
-        """Begin a run of the project; if `resumed`, continue that of an earlier call on the same folder."""
+        """Begin a run of the project; if `resumed`, continue that of an earlier call on the same folder.
+
+        Raises:
+            ValueError: Weights & Biases refuses the run, or cannot be reached.
+        """
         file = self._run.run_dir / ID_FILE
-        if not (resumed and file.exists()):
-            file.write_text(uuid.uuid4().hex)
-        self._sent = self._wandb.init(
-            project=self._project,
-            id=file.read_text(),
-            name=self._run.run_dir.name,
-            dir=self._run.run_dir,
-            config=self._run.settings(),
-            resume="allow",
-        )
+        name = file.read_text() if resumed and file.exists() else uuid.uuid4().hex
+        try:
+            self._sent = self._wandb.init(
+                project=self._project,
+                id=name,
+                name=self._run.run_dir.name,
+                dir=self._run.run_dir,
+                config=self._run.settings(),
+                resume="allow",
+            )
+        except Exception as error:  # the base class of the library's own errors
+            raise ValueError(f"--wandb: {error}") from error
+        file.write_text(name)
 
     def send(self, line: Mapping[str, Any]) -> None:
         """Send the numbers of a line of the log, each under the name `event/name`."""

@@ -95,6 +95,10 @@ def _by_mechanism(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
             raise ValueError(
                 f"--set is {name}={options!r}, but must be NAME.KEY=VALUE, as in performer.seed=1"
             )
+        for key in {"d_model", "n_heads", "causal"} & options.keys():
+            raise ValueError(
+                f"--set has {name}.{key}, which all mechanisms share: use --{key.replace('_', '-')}"
+            )
     return found
 
 

@@ -67,6 +67,8 @@ def reproduce(
         refuse(of_runs, "a run, but --copy makes none")
         _copy(name, copy, force)
         return
+    if table:
+        refuse({"--only": only}, "a training, but --table makes none")
     scale = scale or next(iter(experiment.scales))
     experiment = experiment.at(scale)
     contenders = _chosen(experiment, only)

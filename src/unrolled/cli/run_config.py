@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     import torch
 
 SECTIONS = ("data", "model", "train", "run_dir")
+MODEL_FILES = (CONFIG_FILE, WEIGHTS_FILE, PLAN_FILE, data.VOCABULARY_FILE)
+"""The files of a model in the folder of its run."""
 
 
 @dataclass(frozen=True)
@@ -121,17 +123,6 @@ class Run:
                 f"the model has {count:,} parameters, which take {size(needed)} with their gradients, but "
                 f"this machine has {size(memory)} of memory: make the model smaller"
             )
-
-    def begin(self, resumed: bool) -> None:
-        """Write `run_dir/run.yaml`; unless the run is resumed, remove the model that an earlier run wrote.
-
-        Raises:
-            ValueError: the folder cannot be made or written to.
-        """
-        self.save()
-        if not resumed:
-            for file in (CONFIG_FILE, WEIGHTS_FILE, PLAN_FILE, data.VOCABULARY_FILE):
-                (self.run_dir / file).unlink(missing_ok=True)
 
     def save(self) -> None:
         """Write `run_dir/run.yaml`, making the folder.

@@ -116,7 +116,7 @@ def train(
             def made_before() -> bool:
                 found = contents(run.run_dir)
                 begun = {"last.safetensors", "last.json"} & found or not {WEIGHTS_FILE, PLAN_FILE} & found
-                return RUN_FILE in found and bool(begun)
+                return (RUN_FILE in found and bool(begun)) or found == {"wandb"}  # its library failed there
 
             if processes.first:
                 what = "a run of unrolled train with its checkpoint"
@@ -136,9 +136,9 @@ def train(
             typer.echo(f"{parameters:,} parameters, {others}run folder {run.run_dir}", err=True)
 
         def start(resumed: bool) -> None:
-            run.begin(resumed)
             if tracker is not None:
-                tracker.start(resumed)
+                tracker.start(resumed)  # first, since it may fail
+            run.save()
 
         try:
             result = training.train(
@@ -149,6 +149,7 @@ def train(
                 resume=resume,
                 tensorboard=tensorboard,
                 on_start=start,
+                outdated=run_config.MODEL_FILES,
                 on_line=lambda line: None if tracker is None else tracker.send(line),
             )
         finally:
@@ -176,16 +177,19 @@ def _report_loss(result: "TrainResult", run: "Run") -> None:
 
 def _report_use(run: "Run") -> None:
     """Print the command that uses the model."""
+    import shlex
+
     vocabulary, task = run.dataset.vocabulary, run.dataset.task
+    folder = shlex.quote(str(run.run_dir))
     if task == "tokens":
         prompt = ' --prompt "1 2 3"' if vocabulary.kind == "ids" else ""
-        typer.echo(f"generate with it: unrolled generate {run.run_dir}{prompt}", err=True)
+        typer.echo(f"generate with it: unrolled generate {folder}{prompt}", err=True)
     elif task == "translation":
-        typer.echo(f'translate with it: unrolled translate {run.run_dir} "..."', err=True)
+        typer.echo(f'translate with it: unrolled translate {folder} "..."', err=True)
     elif task == "transcription":
-        typer.echo(f"transcribe with it: unrolled transcribe {run.run_dir} sound.wav", err=True)
+        typer.echo(f"transcribe with it: unrolled transcribe {folder} sound.wav", err=True)
     else:
-        typer.echo(f"use it: unrolled.models.load('{run.run_dir}')", err=True)
+        typer.echo(f"use it: unrolled.models.load({str(run.run_dir)!r})", err=True)
 
 
 def _print(f: "Forecast", run: "Run", device: "torch.device") -> None:

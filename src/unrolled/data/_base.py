@@ -68,6 +68,11 @@ class BaseDataset(Checked, ABC):
         return Vocabulary("ids", data=self.name)
 
     @property
+    def ids_checksum(self) -> str | None:
+        """Checksum of all ids of both splits, for files of the user; None for drawn or published data."""
+        return None
+
+    @property
     def longest(self) -> int:
         """Maximum number of tokens of an example to train on or to validate, where `length` limits them."""
         return self.length  # type: ignore[attr-defined, no-any-return]

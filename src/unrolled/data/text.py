@@ -1,9 +1,10 @@
 """Text as a sequence of characters, bytes, byte pairs or words: tiny-shakespeare by name, or any file."""
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -126,6 +127,12 @@ class TextDataset(BaseDataset):
             "text", characters=None if self.characters is None else list(self.characters), data=name
         )
 
+    @property
+    def ids_checksum(self) -> str:
+        """CRC-32 of the ids."""
+        train, val = (self._ids[split].data for split in get_args(Split))
+        return f"{zlib.crc32(val, zlib.crc32(train)):08x}"
+
     def encode(self, text: str) -> Tensor:
         """Return the ids of a text, int64 [T]; see `Codec.encode`."""
         if self.text_tokenizer is not None:
@@ -220,6 +227,11 @@ class TextDataset(BaseDataset):
                 raise ValueError(f"vocab_size is 1, but must be at least 2 with level={self.level!r}")
             split = WORDS if self.level == "words" else BLANKS
             self.text_tokenizer = TextTokenizer.learn_words(pieces(parts["train"]), split, self.vocab_size)
+            if len(self.text_tokenizer) == 1:
+                raise ValueError(
+                    f"level is {self.level!r}, but in the training part of {self.path} no word occurs twice: "
+                    "set vocab_size, or choose another level"
+                )
         else:
             size = DEFAULT_SIZE if self.vocab_size is None else self.vocab_size
             if size < SMALLEST:

@@ -1,5 +1,6 @@
 """Tokenised corpora of any size, as memory-mapped shards that `unrolled tokenize` wrote."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -65,7 +66,7 @@ class TokensDataset(BaseDataset):
             raise ValueError("order is 'consecutive', but must be 'random' for several corpora")
         self._weights = list(weights.values())
         corpora = [Corpus(Path(name).expanduser()) for name in weights]
-        self._corpus = corpora[0]
+        self._corpora, self._corpus = corpora, corpora[0]
         for corpus in corpora[1:]:
             _check_same_tokenizer(self._corpus, corpus)
         self._ids: dict[Split, list[Ids]] = {
@@ -90,6 +91,13 @@ class TokensDataset(BaseDataset):
         tokenizer = self._corpus.tokenizer
         name = self._corpus.folder.resolve().name
         return Vocabulary("tokenizer", tokenizer=tokenizer.to_json(), end=tokenizer.end, data=name)
+
+    @property
+    def ids_checksum(self) -> str:
+        """SHA-256 of the checksums that `unrolled tokenize` has written; the ids are not read."""
+        parts = [part for corpus in self._corpora for part in corpus.index.parts]
+        digests = [part.shards[split].sha256 for part in parts for split in sorted(part.shards)]
+        return hashlib.sha256(repr(digests).encode()).hexdigest()
 
     def epoch_size(self, split: Split) -> int:
         """Return the number of windows of a split; the last window of each corpus may be incomplete."""

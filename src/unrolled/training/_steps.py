@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -43,8 +43,8 @@ def together(
     end, the caller's number of threads and torch's random state are restored.
 
     Raises:
-        ValueError: the batches or the weights cannot be divided evenly among the processes, or the processes
-            were given different models, configs or data, or as `fit`.
+        ValueError: the model lacks what `Trainable` has, the batches or the weights cannot be divided evenly
+            among the processes, the processes were given different models, configs or data, or as `fit`.
         UnsupportedError: as `fit` and `compiled`.
         ElsewhereError: another process failed.
     """
@@ -55,6 +55,7 @@ def together(
         cpu_threads(config.threads),
     ):
         with everyone.agreed():
+            _check_trainable(model)
             check_divisible(config, everyone)
             identity = identity_of(model, dataset, config)
         check_same(model, identity, everyone)
@@ -64,6 +65,17 @@ def together(
                 if config.compile:
                     stack.enter_context(compiled(model))
             yield processes, identity
+
+
+def _check_trainable(model: object) -> None:
+    """Raise ValueError if a module lacks what `Trainable` adds to a `torch.nn.Module`."""
+    config = getattr(model, "config", None)
+    methods = [getattr(model, name, None) for name in ("loss", "save")]
+    if not all(map(callable, methods)) or not is_dataclass(config) or isinstance(config, type):
+        raise ValueError(
+            f"model is a {type(model).__name__}, but must have loss(inputs, targets), save(folder) and a "
+            "dataclass config"
+        )
 
 
 def begin(model: Trainable, config: TrainConfig, processes: Processes = ALONE) -> TrainState:
@@ -259,9 +271,13 @@ def _projections(model: Trainable) -> list[Projection]:
 
 
 def identity_of(model: Trainable, dataset: Dataset, config: TrainConfig) -> dict[str, object]:
-    """Describe what must be the same for a checkpoint to be resumed; first batches stand for the files."""
+    """Describe what must be the same for a checkpoint to be resumed.
+
+    The first batches stand for a data set without an `ids_checksum`.
+    """
     first = dataset.batch("train", step=0, batch_size=config.batch_size, seed=config.seed)
-    data = {"options": _options(dataset), "first_batch": _checksum(first)}
+    data: dict[str, object] = {"options": _options(dataset), "first_batch": _checksum(first)}
+    data["ids_checksum"] = getattr(dataset, "ids_checksum", None)
     for batch in islice(dataset.eval_batches(config.batch_size), 1):
         data["first_eval_batch"] = _checksum(batch)
     return {"train": asdict(config), "model": asdict(model.config), "data": data}

@@ -73,6 +73,7 @@ class Progress:
     """How far a run has come. Losses are in nats per token; None before the first evaluation.
 
     `evaluated` is the step of the last complete evaluation, so that a run repeats one that was stopped.
+    `saved` has the names of the files of the best model.
     """
 
     step: int = 0
@@ -80,6 +81,7 @@ class Progress:
     seconds: float = 0.0
     best_val: float | None = None
     last_val: float | None = None
+    saved: list[str] = field(default_factory=list)
     recent: Recent = field(default_factory=Recent)
 
 

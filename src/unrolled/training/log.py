@@ -52,21 +52,30 @@ class SilentLog(RunLog):
 
 @contextmanager
 def open_log(
-    path: Path, *, after: int | None, tensorboard: bool = False, on_line: OnLine = lambda line: None
+    path: Path,
+    *,
+    after: tuple[int, int] | None,
+    tensorboard: bool = False,
+    on_line: OnLine = lambda line: None,
 ) -> Iterator[RunLog]:
-    """Open the log of a run that resumes after step `after`, or of a new one (None).
+    """Open the log of a run that resumes, or of a new one (None).
 
-    Lines of later steps, left by an earlier process, are dropped, since those steps run again. `on_line` is
-    called with each line that is written.
+    `after` is the step after which the run resumes, and the step of its last evaluation. Lines of later
+    steps and evaluations, left by an earlier process, are dropped, since those run again. `on_line` is called
+    with each line that is written.
 
     Raises:
         UnsupportedError: TensorBoard is requested but not installed.
     """
     board = None
     if tensorboard:
-        folder, first = path.parent / "tensorboard", 0 if after is None else after + 1
+        folder, first = path.parent / "tensorboard", 0 if after is None else after[0] + 1
         board = summary_writer()(str(folder), purge_step=first)
-    kept = [] if after is None else [line for line in read_log(path) if line["step"] <= after]
+    kept = []
+    if after is not None:
+        step, evaluated = after
+        lines = read_log(path)
+        kept = [x for x in lines if x["step"] <= (evaluated if x["event"] == "eval" else step)]
     with replacing_files(path.parent) as staging:
         text = "".join(json.dumps(line) + "\n" for line in kept)
         (staging / path.name).write_text(text, encoding="utf-8")

@@ -1,8 +1,8 @@
-"""The training loop: any model with a `loss`, any data set with `batch` and `eval_batches`, one folder."""
+"""The training loop: any `Trainable` model, any data set with `batch` and `eval_batches`, one folder."""
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,6 +52,7 @@ def train(
     tensorboard: bool = False,
     metadata: Mapping[str, object] | None = None,
     on_start: Callable[[bool], object] = lambda resumed: None,
+    outdated: Iterable[str] = (),
     on_line: OnLine = lambda line: None,
 ) -> TrainResult:
     """Train a model, or resume where an earlier call on the same folder stopped.
@@ -83,6 +84,8 @@ def train(
         metadata: plain JSON to keep in the checkpoint, such as the options of the data set.
         on_start: called once, after all checks and before any write, with whether the run resumes from a
             checkpoint; use it to add files to the folder.
+        outdated: names of files in the folder that hold the model of an earlier run. They are removed once
+            this run has written a checkpoint, unless it has already saved its own model.
         on_line: called on the first process with each line of the log, a dict with "event" and "step"; use it
             to send the log to a tracker of experiments.
 
@@ -105,12 +108,12 @@ def train(
         ExitStack() as stack,
     ):
         with processes.agreed():
+            state = _steps.begin(model, config, processes)
+        with processes.agreed():
             if processes.first:
                 _make_folder(run_dir)
                 stack.enter_context(held(run_dir))
                 remove_staging(run_dir)
-        with processes.agreed():
-            state = _steps.begin(model, config, processes)
         resumed = resume and _steps.go_back(run_dir, state, identity, config)
         with processes.agreed():
             if processes.first:
@@ -119,7 +122,7 @@ def train(
                 on_start(resumed)
         interrupted = signalled if processes.alone else SignalFlag()
         run = _Run(state, dataset, config, run_dir, identity, dict(metadata or {}), signalled, interrupted)
-        run.go(resumed, progress=progress, tensorboard=tensorboard, on_line=on_line)
+        run.go(resumed, outdated=outdated, progress=progress, tensorboard=tensorboard, on_line=on_line)
     model.eval()
     p = state.progress
     return TrainResult(p.best_val, p.last_val, p.step, p.seconds, interrupted.signal)
@@ -145,7 +148,9 @@ class _Run:
     flops_per_token: int = 0
     processors: float = 0.0
 
-    def go(self, resumed: bool, *, progress: bool, tensorboard: bool, on_line: OnLine) -> None:
+    def go(
+        self, resumed: bool, *, outdated: Iterable[str], progress: bool, tensorboard: bool, on_line: OnLine
+    ) -> None:
         """Train to the end, or to a signal, and write a checkpoint."""
         p, config, first = self.state.progress, self.config, self.state.processes.first
         self.flops_per_token = flops_per_token(self.state.model)
@@ -155,11 +160,16 @@ class _Run:
         self.started = config.now() - p.seconds
         if not resumed:
             self._save_checkpoint()  # so that a run killed early restarts from the same weights
+        if first and p.best_val is None:
+            for name in outdated:
+                (self.run_dir / name).unlink(missing_ok=True)
+        if self.state.processes.from_first(any(not (self.run_dir / name).exists() for name in p.saved)):
+            p.best_val, p.evaluated = None, min(p.evaluated, p.step - 1)  # the model is lost
         with ExitStack() as stack:
             log: RunLog = SilentLog()
             with self.state.processes.agreed():
                 if first:
-                    after = p.step if resumed else None
+                    after = (p.step, p.evaluated) if resumed else None
                     file = self.run_dir / "log.jsonl"
                     opened = open_log(file, after=after, tensorboard=tensorboard, on_line=on_line)
                     log = stack.enter_context(opened)
@@ -243,7 +253,8 @@ class _Run:
     def _evaluate_if_due(self, log: RunLog) -> None:
         """Evaluate, update the schedule and the log, and save the weights if they are the best so far."""
         p, config, state = self.state.progress, self.config, self.state
-        due = p.step % config.eval_every == 0 or config.is_over(p.step, p.seconds)
+        lost = bool(p.saved) and p.best_val is None
+        due = p.step % config.eval_every == 0 or config.is_over(p.step, p.seconds) or lost
         if not due or p.evaluated == p.step:
             return
         try:
@@ -264,6 +275,7 @@ class _Run:
                 if best is not None:
                     with replacing_files(self.run_dir) as folder:
                         best.save(folder)
+                        p.saved = sorted(file.name for file in folder.iterdir())
         p.evaluated = p.step
         peaks = [x for x in state.processes.gather(peak_bytes(state.device)) if x is not None]
         memory = {"peak_bytes": max(peaks)} if peaks else {}  # the largest over the processes

@@ -1,9 +1,9 @@
 """Loss and accuracy of a language model by position."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from unrolled.models.heads import token_nll
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import evaluating
 from unrolled.training.interfaces import Trainable
+from unrolled.training.segments import pieces
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ def evaluate_positions(
     Args:
         model: maps tokens [B,T] to logits [B,n,V] of the last n positions.
         dataset: all of its `eval_batches` are evaluated; `config.eval_batches` is ignored.
-        config: batch size and precision.
+        config: batch size, precision and segment; with a segment, the model also has `init_state` and
+            `prefill`, as an `unrolled.models.LanguageModel`.
         ranges: (start, stop) of each range.
 
     Returns:
@@ -69,12 +71,10 @@ def evaluate_positions(
     if not ranges:
         raise ValueError("ranges is empty, but must have at least one range")
     parts: list[Tensor] = []
-    forward = cast(Callable[..., Tensor], model)
     with evaluating(model) as device:
         for batch in dataset.eval_batches(config.batch_size):
-            with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
-                logits = _logits(forward, batch, device)
-            parts.append(_sums(logits, batch.targets.to(device), ranges).cpu())
+            judged = _judged(model, batch, config, device)
+            parts.append(_sums(judged, batch.inputs.shape[1], ranges).cpu())
     if not parts:
         raise ValueError("the validation split is empty")
     scores = []
@@ -87,23 +87,38 @@ def evaluate_positions(
     return scores
 
 
-def _logits(forward: Callable[..., Tensor], batch: Batch, device: torch.device) -> Tensor:
-    """Logits [B,n,V] of the last n positions of each row; of all positions if rows hold packed sequences."""
-    inputs = batch.inputs.to(device)
-    if batch.cu_seqlens is None:
-        return forward(inputs)
-    logits = forward(inputs.reshape(1, -1), cu_seqlens=batch.cu_seqlens.to(device))
-    return logits.reshape(*inputs.shape, -1)
+def _judged(model: Any, batch: Batch, config: TrainConfig, device: torch.device) -> Tensor:
+    """Judge the last n positions of each row: is there a target, its loss, is it the likeliest; `[B,n,3]`."""
+    length = batch.inputs.numel() if config.segment is None else config.segment
+    parts: list[Tensor] = []
+    for piece in pieces(batch, length):
+        inputs, targets = piece.inputs.to(device), piece.targets.to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
+            if piece.cu_seqlens is not None:
+                parts.append(_judge(model(inputs, cu_seqlens=piece.cu_seqlens.to(device)), targets))
+            elif inputs.shape[1] <= length:
+                parts.append(_judge(model(inputs), targets))
+            else:
+                state = model.init_state(len(inputs))
+                for some, wanted in zip(
+                    torch.split(inputs, length, dim=1), torch.split(targets, length, dim=1), strict=True
+                ):
+                    logits, state = model.prefill(some, state)
+                    parts.append(_judge(logits, wanted))
+    return torch.cat(parts, dim=1).reshape(len(batch.inputs), -1, 3)
 
 
-def _sums(logits: Tensor, targets: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """The number of targets, the sum of their losses and the number of correct ones: [R,B,3]."""
-    first = targets.shape[1] - logits.shape[1]
-    targets = targets[:, first:]
+def _judge(logits: Tensor, targets: Tensor) -> Tensor:
+    targets = targets[:, targets.shape[1] - logits.shape[1] :]
     right = logits.argmax(-1) == targets  # False where ignored
-    counted = torch.stack([targets != IGNORED, token_nll(logits, targets), right], dim=-1).double()
+    return torch.stack([targets != IGNORED, token_nll(logits, targets), right], dim=-1).double()
+
+
+def _sums(judged: Tensor, length: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
+    """The number of targets, the sum of their losses and the number of correct ones: [R,B,3]."""
+    first = length - judged.shape[1]
     return torch.stack(
-        [counted[:, max(start - first, 0) : max(stop - first, 0)].sum(1) for start, stop in ranges]
+        [judged[:, max(start - first, 0) : max(stop - first, 0)].sum(1) for start, stop in ranges]
     )
 
 

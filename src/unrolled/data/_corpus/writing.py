@@ -57,10 +57,10 @@ class Tokenizing:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Everything that determines the files of the corpus, as JSON values."""
+        """Everything that determines the files of the corpus, as JSON values; the input is read for it."""
         given, learned = self.tokenizer not in ("bpe", "bytes"), self.tokenizer == "bpe"
         return {
-            "files": [[str(file), file.stat().st_size] for file in self.documents.files],
+            "files": [[str(file), file_digest(file)] for file in self.documents.files],
             "separator": self.documents.separator,
             "field": self.documents.field,
             "tokenizer": file_digest(Path(self.tokenizer)) if given else self.tokenizer,
@@ -99,10 +99,11 @@ class Tokenizing:
         """
         with held(folder):
             splitting = Splitting.of(self.documents, self.val_fraction)
-            index = self._begun(folder, start_over)
+            settings = self.settings
+            index = self._begun(folder, settings, start_over)
             if index is None:
                 remove_parts(folder, 0)
-                index = self._begin(folder, splitting)
+                index = self._begin(folder, settings, splitting)
             kept = 0
             while kept < len(index.parts) and is_intact(folder, kept, index.parts[kept]):
                 kept += 1
@@ -114,7 +115,7 @@ class Tokenizing:
             self._write_parts(folder, index, splitting, jobs, on_bytes, on_tokens)
             return index
 
-    def _begun(self, folder: Path, start_over: bool) -> Index | None:
+    def _begun(self, folder: Path, settings: dict[str, Any], start_over: bool) -> Index | None:
         """Return the index that an earlier call has written; None if there is none to continue.
 
         Raises:
@@ -124,10 +125,10 @@ class Tokenizing:
             return None
         index = Index.load(folder)
         found = {key: value for key, value in index.settings.items() if key != "tokenizer_sha256"}
-        if found != self.settings:
+        if found != settings:
             if start_over:
                 return None
-            differing = [key for key, value in self.settings.items() if found.get(key) != value]
+            differing = [key for key, value in settings.items() if found.get(key) != value]
             raise ValueError(
                 f"{folder} holds a corpus of other settings: {' and '.join(differing)} differ; name another "
                 "folder, or write there all the same with --force"
@@ -136,12 +137,12 @@ class Tokenizing:
         same = intact and file_digest(folder / TOKENIZER_FILE) == index.settings["tokenizer_sha256"]
         return index if same else None
 
-    def _begin(self, folder: Path, splitting: Splitting) -> Index:
+    def _begin(self, folder: Path, settings: dict[str, Any], splitting: Splitting) -> Index:
         """Write the tokenizer and an index without parts."""
         (folder / FILE_NAME).unlink(missing_ok=True)
         tokenizer = self._tokenizer(splitting)
         write_file(folder / TOKENIZER_FILE, tokenizer.to_json())
-        settings = self.settings | {"tokenizer_sha256": file_digest(folder / TOKENIZER_FILE)}
+        settings = settings | {"tokenizer_sha256": file_digest(folder / TOKENIZER_FILE)}
         assert tokenizer.end is not None
         index = Index(settings, len(tokenizer), tokenizer.end, str(tokenizer.dtype))
         index.save(folder)
