@@ -64,7 +64,7 @@ class ReadsTokens:
         return out
 
     def _check_takes_cache(self) -> None:
-        """Refuse several devices, and hooks of modules whose `prefill` and `step` run in place of `forward`."""
+        """Refuse several devices, and hooks of modules that run by `prefill` and `step`, not `forward`."""
         if len(set((getattr(self, "hf_device_map", None) or {}).values())) > 1:
             raise UnsupportedError(
                 "the weights are on several devices, where the model cannot continue a state; load it on one "
