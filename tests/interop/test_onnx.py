@@ -18,7 +18,9 @@ from unrolled.generation import generate
 from unrolled.interop.onnx import export, load
 from unrolled.interop.onnx import folder as folder_module
 from unrolled.interop.onnx.forms import copysign, log_sigmoid
-from unrolled.interop.onnx.graph import Recurrence
+from unrolled.interop.onnx.graph import Recurrence, exported
+from unrolled.interop.onnx.record import describe_file
+from unrolled.interop.onnx.speech_manifest import SpeechManifest
 from unrolled.interop.onnx.write import DisagreementError, compare
 from unrolled.models import (
     Decoder,
@@ -279,6 +281,34 @@ class Itself:
 def test_a_graph_is_compared_within_the_positions_of_the_model(max_length):
     recurrence = Recurrence(make("linear", positions="learned", max_length=max_length))
     compare(recurrence, Itself(recurrence))
+
+
+@pytest.mark.parametrize("attention", ["similarity", "rfa", "retention", "mamba2", "longformer"])
+def test_mechanisms_that_the_guide_lists_are_traced_for_any_length(attention):
+    traced = exported(Recurrence(make(attention, max_length=20), length="any"))
+    logits = traced.graph.output_node().args[0][0].meta["val"]
+    assert [isinstance(size, torch.SymInt) for size in logits.shape] == [True, True, False]
+
+
+def test_a_second_export_deletes_the_files_of_the_first(tmp_path):
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    first = SpeechManifest(
+        unrolled="1", opset=20, model={}, weights="", vocab_size=2, rate=8000, shortest=200
+    )
+    first.write(folder, {"plain": b"1", "int8": b"2"}, {"vocabulary.json": b"{}"})
+    outside.write_text("kept")
+    (folder / "notes").write_text("kept")
+    first.files["../outside"] = describe_file(outside)
+    first.save(folder)
+    second = deepcopy(first)
+    second.graphs, second.files = {}, {}
+    second.write(folder, {"plain": b"3"}, {})
+    assert {x.name for x in folder.iterdir()} == {"manifest.json", "notes", "plain.onnx"}
+    assert outside.exists()
+    assert (folder / "plain.onnx").read_bytes() == b"3"
+    (folder / "manifest.json").write_text('{"sha256": 1, "files": 3}')
+    second.write(folder, {"fused": b"4"}, {})
+    assert (folder / "plain.onnx").exists()  # a damaged manifest deletes nothing
 
 
 def test_a_fused_graph_with_another_input_length_than_the_plain_one_is_refused(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 from copy import deepcopy
 from functools import partial
 
+import peft
 import pytest
 import torch
 from agreement import assert_agree, gradients
@@ -81,12 +82,17 @@ def different():
     return theirs
 
 
+def with_adapters():
+    return peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["linear1"]), encoder())
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
         (lambda: nn.Linear(2, 2), ValueError, "encoder is a Linear, but must be a torch.nn.TransformerEncoder"),
         (lambda: nn.TransformerEncoder(Strange(8, 2), 1, enable_nested_tensor=False), UnsupportedError, "layers of another type"),
         (different, UnsupportedError, "layers that differ"),
+        (with_adapters, UnsupportedError, "an adapter in layers.0.linear1, which would be lost"),
         (lambda: encoder(activation=nn.functional.silu), UnsupportedError, "the activation <function silu"),
         (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 1, norm=nn.RMSNorm(8), enable_nested_tensor=False), UnsupportedError, "the last norm is a RMSNorm"),
     ],
@@ -138,6 +144,15 @@ def test_outputs_weights_and_gradients_are_torchs(settings, masks):
     for a, b in zip(gradients(found[0], inputs), gradients(expected[0], inputs), strict=True):
         assert_agree(a, b, "gradient", tolerance=1e-12)
     assert ours(*inputs, **MASKS[masks], need_weights=False)[1] is None
+
+
+@pytest.mark.parametrize("sizes", [(2, 0, 0), (0, 3, 3), (2, 0, 3), (2, 3, 0)], ids=str)
+def test_empty_batches_and_lengths_are_torchs(sizes):
+    ours, theirs = pair(batch_first=True)
+    batch, T, S = sizes
+    x, y = normal(batch, T, 16), normal(batch, S, 16)
+    for found, expected in zip(ours(x, y, y), theirs(x, y, y), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @torch.no_grad()

@@ -9,6 +9,11 @@ import torch
 from unrolled.ops import native
 from unrolled.ops.conv import causal_conv
 from unrolled.ops.delta import delta_rule
+from unrolled.ops.delta import native as delta
+from unrolled.ops.dplr import native as dplr
+from unrolled.ops.gla import native as gla
+from unrolled.ops.linear import native as linear
+from unrolled.ops.window import native as window
 
 if not native.available():
     pytest.skip(str(native.missing()), allow_module_level=True)
@@ -55,3 +60,22 @@ def test_whether_there_are_kernels_is_constant_in_a_graph(name):
     }
     compiled = torch.compile(calls[name], fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), calls[name](x))
+
+
+X = torch.rand(1, 1, 1, 2)
+NOT_CAUSAL = linear.Options(None, causal=False, normalize=True)
+WIDE, S = X.double(), torch.zeros(1, 1, 2, 2)
+CALLS = {
+    "linear": lambda: linear.forward(linear.Inputs(X, X, WIDE, None, None, None), NOT_CAUSAL),
+    "a step of linear": lambda: linear.step(linear.Token(X[0], WIDE[0], X[0], S, S[..., 0], None), True),
+    "gla": lambda: gla.forward(gla.Inputs(WIDE, X, X, -X, S), None),
+    "delta": lambda: delta.forward(delta.Inputs(X, WIDE, X, X[..., 0], None, S), None),
+    "dplr": lambda: dplr.forward(dplr.Inputs(X, X, X, WIDE, X, -X, S), None),
+    "window": lambda: window.forward(window.Inputs(X, X, WIDE, None), window.Options(None, (1, 0), 1.0)),
+}
+
+
+@pytest.mark.parametrize("kernel", CALLS)
+def test_inputs_of_two_dtypes_are_refused_by_a_kernel_that_reads_them_as_one(kernel):
+    with pytest.raises(ValueError, match="but must have one dtype"):
+        CALLS[kernel]()

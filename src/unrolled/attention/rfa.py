@@ -153,7 +153,7 @@ def _attend(
     if gate_logits is None:
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, q, k)
-        N = len(k) if cu_seqlens is None else len(cu_seqlens) - 1
+        N = k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         weights, total = None, k.new_ones(N, k.shape[2], dtype=accumulation_dtype(k.dtype, v.dtype))
     else:
         weights, total = _weights(q.shape[1], gate_logits.to(k.dtype), state, options)

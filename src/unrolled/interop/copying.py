@@ -15,6 +15,20 @@ class Foreign(Protocol):
         """An attribute."""
 
 
+def refuse_adapters(model: Foreign) -> None:
+    """Check that no layer has an adapter of peft, such as LoRA, which a copy of the weights would lack.
+
+    Raises:
+        UnsupportedError: a layer has an adapter.
+    """
+    for name, layer in model.named_modules():
+        if hasattr(layer, "base_layer"):
+            raise UnsupportedError(
+                f"{type(model).__name__} has an adapter in {name}, which would be lost: merge it into the "
+                "weights first, with merge_and_unload() of peft"
+            )
+
+
 @torch.no_grad()
 def copy_linear(ours: nn.Linear, *theirs: Foreign) -> None:
     """Copy linear layers with the same input into one layer, stacked by rows; a missing bias is 0.

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import UnsupportedError
-from unrolled.interop.copying import Foreign, copy_last_norm, copy_linear, copy_norm
+from unrolled.interop.copying import Foreign, copy_last_norm, copy_linear, copy_norm, refuse_adapters
 from unrolled.models.config import Norm, TransformerConfig
 from unrolled.models.stack import Stack
 
@@ -27,6 +27,7 @@ def stack_like(
     options: dict[str, object],
 ) -> Stack:
     """Make a stack with the weights, dtype, device and mode of `encoder`, whose layers have equal sizes."""
+    refuse_adapters(encoder)
     layers: list[Foreign] = list(encoder.layers)
     first = layers[0]
     like = first.linear1.weight

@@ -205,7 +205,7 @@ class MultiheadAttention(nn.Module):
                 heads[i] = torch.cat([heads[i], row.expand(len(heads[i]), -1, -1)], dim=1)
             if self.add_zero_attn:
                 heads[i] = F.pad(heads[i], (0, 0, 0, 1))
-        q, k, v = (x.view(*x.shape[:2], self.num_heads, -1) for x in heads)
+        q, k, v = (x.view(*x.shape[:2], self.num_heads, self.head_dim) for x in heads)
         return q, k, v
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor, packed: bool) -> Sequence[Tensor]:

@@ -105,11 +105,24 @@ def linear_saved_floats(linear: bytes) -> int:
     return int(_function("linear_saved_floats", instruction_set())(linear))
 
 
-def sizes(q: Tensor, v: Tensor) -> dict[str, int]:
-    """Return the fields that the structs of attention share, for `q [...,H,R]` and `v [...,G,M]`."""
+def common_type(*inputs: Tensor) -> int:
+    """Return the number of the dtype of inputs that a kernel reads by one type.
+
+    Raises:
+        ValueError: they have different dtypes; the kernel would read wrong numbers, out of bounds too.
+    """
+    dtype = inputs[0].dtype
+    if any(x.dtype != dtype for x in inputs):
+        found = ", ".join(str(x.dtype) for x in inputs)
+        raise ValueError(f"the inputs of a CPU kernel are {found}, but must have one dtype")
+    return TYPES[dtype]
+
+
+def sizes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
+    """Return the fields that the structs of attention share, for `q [...,H,R]` and `k`, `v [...,G,M]`."""
     (H, R), (G, M) = q.shape[-2:], v.shape[-2:]
     shape = {"heads": H, "groups": G, "features": R, "values": M}
-    return shape | {"type": TYPES[q.dtype], "threads": torch.get_num_threads()}
+    return shape | {"type": common_type(q, k, v), "threads": torch.get_num_threads()}
 
 
 def view(x: Tensor) -> View:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import huggingface_hub
+import peft
 import pytest
 import torch
 import transformers
@@ -367,6 +368,19 @@ def test_wrong_arguments_are_refused(given, error, sentence):
     with pytest.raises(error, match=sentence):
         hf.linearize(model, **given)
     assert not any(isinstance(module, LinearizedAttention) for module in model.modules())
+
+
+def test_an_adapter_in_a_replaced_layer_must_be_merged_first():
+    model, ids = make("llama"), torch.tensor([[3, 1, 4, 1, 5]])
+    where = {"target_modules": ["v_proj"], "layers_to_transform": [1]}
+    model.add_adapter(peft.LoraConfig(**where, init_lora_weights=False))
+    expected = model(ids).logits
+    with pytest.raises(
+        UnsupportedError, match="LlamaAttention has an adapter in v_proj, which would be lost"
+    ):
+        hf.linearize(model, "softmax")
+    assert torch.equal(model(ids).logits, expected)
+    torch.testing.assert_close(hf.linearize(model, "softmax", layers=[0])(ids).logits, expected)
 
 
 LOWER = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]

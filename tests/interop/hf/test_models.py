@@ -307,6 +307,28 @@ def test_what_a_model_does_not_support_is_refused(call, error, message, ids):
         call(ids)
 
 
+@pytest.mark.parametrize("name", ["model", "model.stack.blocks.1", "model.stack.blocks.0.attention"])
+def test_hooks_are_called_or_refused(name, ids):
+    model, calls = make(), []
+    hook = model.get_submodule(name).register_forward_hook(lambda *_: calls.append(name))
+    for call in (model, partial(model.generate, max_new_tokens=2)):
+        with pytest.raises(UnsupportedError, match=f"{name} has a hook .* with use_cache=False"):
+            call(ids)
+    assert not calls
+    model(ids, labels=ids)
+    model(ids, use_cache=False)
+    model.generate(ids, max_new_tokens=2, use_cache=False)
+    assert calls == [name] * 4
+    hook.remove()
+    hook = model.get_submodule(name).register_full_backward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedError, match=f"{name} has a hook"):
+        model(ids)
+    hook.remove()
+    model.model.stack.blocks[0].ff.register_forward_hook(lambda *_: calls.append("ff"))
+    model(ids)
+    assert calls[4:] == ["ff"]
+
+
 def test_embeddings_are_found():
     model = make()
     assert model.get_input_embeddings() is model.model.embedding

@@ -3,6 +3,7 @@
 import sys
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
@@ -294,12 +295,20 @@ def gpt2():
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9))
 
 
+def with_adapter():
+    model = hugging_face("Bert")
+    model.add_adapter(peft.LoraConfig(target_modules=["query"]))
+    return model
+
+
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
         (gpt2, UnsupportedError, "weights of 'gpt2' models cannot be imported; those of .*'bert'"),
         (lambda: hugging_face("Bert", "ForMultipleChoice"), UnsupportedError, "BertForMultipleChoice has no counterpart"),
         (lambda: hugging_face("BigBird", "ForQuestionAnswering", num_labels=2), UnsupportedError, "has an output that is not a linear layer"),
+        (lambda: hugging_face("Bert", "LMHeadModel"), UnsupportedError, "BertLMHeadModel has no counterpart"),
+        (with_adapter, UnsupportedError, r"in encoder.layer.0.attention.self.query, which would be lost: merge it"),
         (lambda: hugging_face("Bert", is_decoder=True), UnsupportedError, "BertModel is a decoder"),
         (lambda: hugging_face("Bert", hidden_act="silu"), UnsupportedError, "hidden_act is 'silu', but must be one of"),
         (lambda: perceiver("SequenceClassification", self_attention_widening_factor=2), UnsupportedError, r"hidden_act are \[1, 2\], True and"),

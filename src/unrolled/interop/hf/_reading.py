@@ -8,7 +8,7 @@ from torch import Tensor
 from unrolled.contract import UnsupportedError
 from unrolled.decode import PlanState
 from unrolled.interop.hf._model import key_padding_mask, without_padding
-from unrolled.interop.hf._planned import reader
+from unrolled.interop.hf._planned import current, reader
 from unrolled.interop.hf.cache import StateCache, StateLayer
 from unrolled.models import Decoder, DecoderState
 from unrolled.ops.state import leaves
@@ -47,11 +47,8 @@ class ReadsTokens:
         return key_padding_mask(attention_mask, input_ids, seen)
 
     def _read(self, tokens: Tensor, layer: StateLayer, padding: Tensor | None) -> Tensor:
-        if len(set((getattr(self, "hf_device_map", None) or {}).values())) > 1:
-            raise UnsupportedError(
-                "the weights are on several devices, where the model cannot continue a state; load it on one "
-                "device, or call it with use_cache=False"
-            )
+        if current(self.model) is None:  # `generate` has checked it
+            self._check_takes_cache()
         state = self.model.init_state(len(tokens)) if layer.state is None else layer.state
         runner: Any  # the model or a plan, with a state in its own form
         out: Tensor
@@ -65,6 +62,24 @@ class ReadsTokens:
             out, state = runner.prefill(tokens, state, key_padding_mask=padding)
         layer.put(state, tokens.shape[1])
         return out
+
+    def _check_takes_cache(self) -> None:
+        """Refuse several devices, and hooks of modules that run by `prefill` and `step`, not `forward`."""
+        if len(set((getattr(self, "hf_device_map", None) or {}).values())) > 1:
+            raise UnsupportedError(
+                "the weights are on several devices, where the model cannot continue a state; load it on one "
+                "device, or call it with use_cache=False"
+            )
+        stack = self.model.stack
+        hooks = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward"}
+        for module in (self.model, stack, *stack.layers, *(block.attention for block in stack.layers)):
+            if any(vars(module).get(name) for name in hooks):
+                named = self.model.named_modules(prefix="model")
+                name = next(name for name, each in named if each is module)
+                raise UnsupportedError(
+                    f"{name} has a hook or a forward of its own, which is not called with a cache; "
+                    "call the model with use_cache=False"
+                )
 
     def _cache(self, given: object) -> StateCache | None:
         if isinstance(given, DecoderState):

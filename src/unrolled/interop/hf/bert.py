@@ -97,7 +97,7 @@ def from_nystromformer(model: Foreign, options: Mapping[str, object]) -> Encoder
 def _output(model: Foreign) -> str:
     """Return the output that a class of transformers has, by its name."""
     name = type(model).__name__
-    kind = re.search(r"(Model|For[A-Z]\w*)$", name)
+    kind = re.search(r"(LMHeadModel|Model|For[A-Z]\w*)$", name)
     if kind is None or kind[0] not in OUTPUTS:
         raise UnsupportedError(f"{name} has no counterpart here; load its weights as one of {list(OUTPUTS)}")
     return OUTPUTS[kind[0]]

@@ -147,6 +147,7 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
         if call is not None:
             call.pad = pad if isinstance(pad, int) else None
         if generation_config.use_cache is not False:
+            self._check_takes_cache()
             model_kwargs.setdefault("past_key_values", StateCache())
         elif call is not None and call.weights is not None:
             raise UnsupportedError(

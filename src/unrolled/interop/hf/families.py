@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.contract import UnsupportedError
-from unrolled.interop.copying import Foreign, fill
+from unrolled.interop.copying import Foreign, fill, refuse_adapters
 
 
 class PostNorm(nn.Module):
@@ -78,8 +78,9 @@ def parts_of(module: nn.Module) -> AttentionParts:
     """Return the parts of an attention module; the tensors are not copied.
 
     Raises:
-        UnsupportedError: the module has cross-attention or a sliding window.
+        UnsupportedError: the module has cross-attention, a sliding window or an adapter.
     """
+    refuse_adapters(module)
     return FAMILIES[type(module).__name__](module)
 
 

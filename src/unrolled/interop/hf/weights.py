@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from safetensors import SafetensorError
 
 from unrolled.contract import UnsupportedError
 from unrolled.extras import how_to_install
+from unrolled.interop.copying import Foreign, refuse_adapters
 from unrolled.interop.hf import bert, hybrid, mamba2, perceiver
 from unrolled.interop.hf.families import class_name
 from unrolled.models import Decoder, Encoder, PerceiverIO
@@ -52,7 +53,8 @@ def import_weights(source: object, **attention_options: object) -> Decoder | Enc
 
     Raises:
         ValueError: `source` is neither of these, or cannot be read.
-        UnsupportedError: the class, the head or a setting of the model has no counterpart here.
+        UnsupportedError: the class, the head or a setting of the model has no counterpart here, or a layer
+            has an adapter.
         ImportError: transformers is not installed.
     """
     model = _load(source) if isinstance(source, str | Path) else source
@@ -66,6 +68,7 @@ def import_weights(source: object, **attention_options: object) -> Decoder | Enc
         raise UnsupportedError(
             f"weights of {family!r} models cannot be imported; those of {sorted(FAMILIES)} can"
         )
+    refuse_adapters(cast(Foreign, model))
     return FAMILIES[family](model, attention_options)
 
 

@@ -75,7 +75,7 @@ def export(
 
     Args:
         model: a `Decoder` or a `RecurrentLM` in fp32, on the CPU.
-        folder: the folder to write; created if needed. Earlier graphs in it are replaced.
+        folder: the folder to write; created if needed. The files of an earlier export in it are deleted.
         opset: version of ONNX's standard operators, 20 to 25.
         fused: also write `fused.onnx`, with ONNX Runtime's own operator for linear attention.
         int8: also write `int8.onnx`, with the matrices in 8 bits.

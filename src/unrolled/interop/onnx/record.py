@@ -72,8 +72,13 @@ class Record:
         return cls(**{name: x for name, x in values.items() if name not in ("inputs", "outputs")})
 
     def write(self, folder: Path, graphs: Mapping[str, bytes], files: Mapping[str, bytes]) -> None:
-        """Write graphs and other files, each by name, and a manifest that describes them."""
+        """Write graphs and other files, each by name, and a manifest that describes them.
+
+        The files that an earlier manifest in the folder lists are deleted.
+        """
         folder.mkdir(parents=True, exist_ok=True)
+        for path in _listed(folder):  # before their manifest, so that a later export can go on after a crash
+            path.unlink(missing_ok=True)
         (folder / FILE_NAME).unlink(missing_ok=True)  # first, so that it never describes other graphs
         for name, content in files.items():
             write_file(folder / name, content)
@@ -145,6 +150,19 @@ def describe_file(path: Path) -> FileEntry:
     """Return the hash and size of a file, as in a manifest."""
     content = path.read_bytes()
     return {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+
+
+def _listed(folder: Path) -> list[Path]:
+    """Return the files in a folder that its manifest lists; none if it has no manifest or a damaged one."""
+    try:
+        values = json.loads((folder / FILE_NAME).read_text())
+        if values.pop("sha256") != _digest(values):
+            return []
+        names = [*(graph["file"] for graph in values["graphs"].values()), *values["files"]]
+        own = [name for name in names if Path(name).name == name]  # not a path to another folder
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return []
+    return [folder / name for name in own if (folder / name).is_file()]
 
 
 def _digest(values: dict[str, object]) -> str:

@@ -61,7 +61,7 @@ def _described(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[bytes, tuple[
         heads=H,
         features=D,
         values=M,
-        type=native.TYPES[q.dtype],
+        type=native.common_type(q, k, v, a, b),
         threads=torch.get_num_threads(),
         offsets=address(cu_seqlens),
         q=view(q),

@@ -68,7 +68,7 @@ def _described(
         sequences=N,
         queries=T,
         keys=T,
-        **native.sizes(q, v),
+        **native.sizes(q, k, v),
         offsets=address(cu_seqlens),
         q=view(q),
         k=view(k),

@@ -110,7 +110,7 @@ def step(
     kv_after, k_sum_after = torch.empty_like(kv), torch.empty_like(k_sum)
     step = struct("LinearStep")(
         batch=B,
-        **native.sizes(q, v),
+        **native.sizes(q, k, v),
         normalize=normalize,
         feature_map=FEATURE_MAPS[type(feature_map)],
         q=_token(q),
@@ -151,7 +151,7 @@ def described(
     q, k, v = readable(q), readable(k), readable(v)
     log_decay = None if log_decay is None else log_decay.double().contiguous()
     rates, kv, k_sum = (None if x is None else x.float().contiguous() for x in (rates, kv, k_sum))
-    sizes, rows, transposed, key_shift = native.sizes(q, v), None, None, None
+    sizes, rows, transposed, key_shift = native.sizes(q, k, v), None, None, None
     if random is not None:
         rows, transposed = _padded(random.rows), _padded(random.rows.mT)
         key_shift = None if random.key_shift is None else random.key_shift.contiguous()

@@ -65,7 +65,7 @@ def _problem(inputs: Inputs, options: Options) -> tuple[bytes, tuple[Tensor | No
         sequences=N,
         queries=T,
         keys=S,
-        **native.sizes(q, v),
+        **native.sizes(q, k, v),
         left=min(left, S),
         right=min(right, T),
         scale=scale,

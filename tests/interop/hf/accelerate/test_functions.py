@@ -117,13 +117,17 @@ def check(ours, theirs, definition, inputs):
         assert error <= 2 * allowed + 1e-6 * true.abs().max()
 
 
+FP32_AND_FP64 = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+
+
+@FP32_AND_FP64
 @pytest.mark.parametrize("T", [1, 70])
 @pytest.mark.parametrize("kind", ["as many heads", "grouped", "gates of channels"])
-def test_the_delta_rule(T, kind):
+def test_the_delta_rule(T, kind, dtype):
     ours, theirs, channels = delta.chunk_delta_rule, qwen.torch_chunk_gated_delta_rule, False
     if kind == "gates of channels":
         theirs, channels = kimi.chunk_kimi_delta_attention, True
-    inputs = rule_inputs(T, 4 if kind == "grouped" else 2, channels=channels)
+    inputs = [x.to(dtype) for x in rule_inputs(T, 4 if kind == "grouped" else 2, channels=channels)]
     check(run_rule(ours), run_rule(theirs), rule, inputs)
     exact = rule(*inputs)
     for rows in (slice(2), slice(1)):  # without gradients, another kernel runs, which copies less for one row
@@ -133,14 +137,16 @@ def test_the_delta_rule(T, kind):
             assert error <= 2 * allowed + 1e-6 * true.abs().max()
 
 
+@FP32_AND_FP64
 @pytest.mark.parametrize("channels", [False, True])
-def test_a_step_of_the_delta_rule(channels):
-    inputs = rule_inputs(1, 2, channels=channels)
+def test_a_step_of_the_delta_rule(channels, dtype):
+    inputs = [x.to(dtype) for x in rule_inputs(1, 2, channels=channels)]
     exact = rule(*inputs)
     for grad in (True, False):  # without gradients, the kernel for a single token runs
         with torch.set_grad_enabled(grad):
             found = run_rule(delta.recurrent_delta_rule)(*inputs)
-        torch.testing.assert_close(found, tuple(x.float() for x in exact), atol=1e-6, rtol=1e-5)
+        expected = exact[0].to(dtype), exact[1].float()
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
 def test_keys_that_are_not_normalised_are_scaled_and_repeated_only():
@@ -151,10 +157,13 @@ def test_keys_that_are_not_normalised_are_scaled_and_repeated_only():
     assert state is None
 
 
+@FP32_AND_FP64
 @pytest.mark.parametrize("T", [1, 70])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_the_scan_of_mamba_2(T, groups):
-    check(run_scan(ssd.mamba2_chunk_scan), run_scan(mamba2.mamba2_chunk_scan), scan, scan_inputs(T, groups))
+def test_the_scan_of_mamba_2(T, groups, dtype):
+    inputs = [x.to(dtype) for x in scan_inputs(T, groups)]
+    inputs[5] = inputs[5].float()  # D
+    check(run_scan(ssd.mamba2_chunk_scan), run_scan(mamba2.mamba2_chunk_scan), scan, inputs)
 
 
 def test_the_scan_limits_step_sizes():
@@ -164,6 +173,19 @@ def test_the_scan_limits_step_sizes():
     torch.testing.assert_close(
         ssd.mamba2_chunk_scan(x, dt, A, B, C, **limited), expected, atol=1e-5, rtol=1e-5
     )
+
+
+def test_the_scan_reads_a_state_that_is_overwritten_before_the_backward_pass():
+    *inputs, state = scan_inputs(20, 2)
+    slopes = []
+    for overwrite in (False, True):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        kept = state.clone()
+        loss = sum(y.square().sum() for y in run_scan(ssd.mamba2_chunk_scan)(*leaves, kept))
+        if overwrite:
+            kept.zero_()
+        slopes.append(torch.autograd.grad(loss, leaves))
+    torch.testing.assert_close(*slopes)
 
 
 @pytest.mark.parametrize("own_layout", [True, False], ids=["state of our scan", "state of transformers"])

@@ -124,6 +124,32 @@ def test_results_are_those_of_transformers(family):
     assert not any("forward" in vars(layer) for layer in model.modules())
 
 
+@pytest.mark.parametrize("family", ["Qwen3_5", "OlmoHybrid", "KimiLinear", "Mamba2", "FalconH1", "MiniMax"])
+def test_results_in_fp64_are_those_of_transformers(family):
+    model, given = make(family).double(), inputs()
+    model.set_experts_implementation("eager")  # the default for experts has no fp64
+    before, slopes, generated = logits(model, given), gradients(model, given), generate(model, given)
+    hf.accelerate(model)
+    assert_close(logits(model, given), before)
+    assert_close(gradients(model, given), slopes)
+    again = generate(model, given)
+    assert torch.equal(again.sequences, generated.sequences)
+    assert_close(again.logits, generated.logits)
+
+
+PACKED = ["Qwen3Next", "KimiLinear", "FalconH1", "NemotronH", "Zamba2", "Lfm2", "MiniMax"]
+
+
+@pytest.mark.parametrize("family", PACKED)
+@pytest.mark.parametrize("argument", ["cu_seq_lens_q", "seq_idx"])
+def test_packed_sequences_are_refused(family, argument):
+    model = make(family)
+    hf.accelerate(model)
+    packed = {"cu_seq_lens_q": [0, 4, 9], "seq_idx": [[0, 0, 0, 0, 1, 1, 1, 1, 1]]}[argument]
+    with pytest.raises(UnsupportedError, match=f"got {argument}, but cannot keep packed sequences apart"):
+        model(torch.full((1, 9), 5), **{argument: torch.tensor(packed, dtype=torch.int32)})
+
+
 def by_parts(model, switches):
     """The logits of a sequence read in parts, by our kernels where `switches` is True; and the last states."""
     ids, found = inputs()["input_ids"][:1], []

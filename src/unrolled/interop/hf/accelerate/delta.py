@@ -126,7 +126,8 @@ def _normalized(x: Tensor, heads: int, scale: float) -> Tensor:
 
     The product writes the repeated heads, which saves a copy.
     """
-    length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    x = x.float()
+    length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     factor = (length.square() + _EPSILON).rsqrt() * scale
     repeats = heads // x.shape[2]
     if repeats == 1:

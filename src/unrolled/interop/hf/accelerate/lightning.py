@@ -8,11 +8,12 @@ with a constant s per head. This is linear attention with constant gates and wit
 
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import sigmoid
 
+from unrolled.interop.hf.accelerate.packing import refuse_packing
 from unrolled.ops.linear import LinearState, linear_attention
+from unrolled.ops.precision import accumulation_dtype
 
 
 class _Layer(Protocol):
@@ -53,13 +54,15 @@ def forward(
 
     The state is also written to the cache, in the dtype of the layer, as in transformers.
     """
+    refuse_packing("lightning attention", kwargs)
     heads = self.num_attention_heads
     qkv = self.act_fn(self.qkv_proj(hidden_states))
     if attention_mask is not None:
         qkv = (qkv * attention_mask.unsqueeze(-1)).to(qkv.dtype)
     q, k, v = qkv.unflatten(-1, (heads, -1)).chunk(3, dim=-1)
     kv = None if past_key_values is None else past_key_values.get_linear_cache(self.layer_idx)
-    state = None if kv is None else LinearState(kv.float(), kv.new_zeros(kv.shape[:3], dtype=torch.float32))
+    dtype = accumulation_dtype(q.dtype)
+    state = None if kv is None else LinearState(kv.to(dtype), kv.new_zeros(kv.shape[:3], dtype=dtype))
     log_decay = -self.slope_rate.float().flatten().expand(*q.shape[:3])
     o, (kv, _) = linear_attention(
         q, k, v, causal=True, normalize=False, log_decay=log_decay, state=state, return_state=True

@@ -8,6 +8,7 @@ arguments and results of those in the modelling files of transformers, where the
 transposed.
 """
 
+import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
@@ -56,9 +57,13 @@ def mamba2_chunk_scan(
     x, (rows, _, H, P), (G, N) = hidden_states, hidden_states.shape, B.shape[2:]
     dt = _step_sizes(dt, dt_bias, dt_softplus).clamp(*dt_limit).float()
     keys = (by_group(each.float(), G).expand(-1, -1, H // G, -1) for each in (C, B))
-    inputs = (by_group(each, G) for each in (x * dt.unsqueeze(-1), (dt * A.float()).unsqueeze(-1)))
+    inputs = (by_group(each, G) for each in (x.float() * dt.unsqueeze(-1), (dt * A.float()).unsqueeze(-1)))
     (q, k), (v, log_decay) = keys, inputs
-    state = None if initial_states is None else initial_states.float().mT.reshape(rows * G, H // G, N, P)
+    state = None
+    if initial_states is not None:
+        state = initial_states.float().mT.reshape(rows * G, H // G, N, P)
+        if torch.is_grad_enabled():  # transformers overwrites its state before the backward pass
+            state = state.clone()
     zeros = k.new_zeros(len(k), H // G, N)
     o, after, _ = operator.linear_attention(
         Inputs(q, k, v, log_decay.squeeze(-1), state, None if state is None else zeros),
