@@ -157,8 +157,8 @@ inline float most_of(const float* x, Int n) {
 
 // Features y of the n numbers x of a head:
 //
-// EXP_OF_QUERIES: exp(x - max x).
-// EXP_OF_KEYS: exp(min(x, scale)).
+// EXP_OF_QUERIES: exp(x - max x), with exponents of at least -scale.
+// EXP_OF_KEYS: exp(x), with exponents from -scale to scale.
 // PROBABILITIES: softmax(x).
 // WITH_NEGATIVES: [x, -x].
 // WAVES: [sin x, cos x] scale.
@@ -168,12 +168,14 @@ inline float most_of(const float* x, Int n) {
 // BY_POSITION: [x cos a, x sin a] with a = position frequencies_0.
 inline void map_features(const Instruction& x, const float* from, Int position, float* to) {
     const Int n = x.n;
-    if (x.kind == EXP_OF_QUERIES) exponentials(from, n, most_of(from, n), to);
-    if (x.kind == EXP_OF_KEYS)
+    if (x.kind == EXP_OF_QUERIES || x.kind == EXP_OF_KEYS) {
+        const Vec most = broadcast(x.kind == EXP_OF_QUERIES ? most_of(from, n) : 0);
+        const Vec high = broadcast(x.scale), low = broadcast(-x.scale);
         for (Int i = 0; i < n; i += WIDTH) {
-            const Vec y = load_first(from + i, n - i);
-            store_first(to + i, n - i, exp(select(y > broadcast(x.scale), broadcast(x.scale), y)));
+            const Vec y = load_first(from + i, n - i) - most;
+            store_first(to + i, n - i, exp(select(y > high, high, select(y < low, low, y))));
         }
+    }
     if (x.kind == PROBABILITIES) {
         const float total = exponentials(from, n, most_of(from, n), to);
         for (Int i = 0; i < n; ++i) to[i] /= total;

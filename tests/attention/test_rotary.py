@@ -60,6 +60,22 @@ def test_pairs_of_the_head_are_rotated(dim):
         SoftmaxAttention(16, 2, rotary=True, rotary_dim=dim)
 
 
+@pytest.mark.parametrize("name", [name for name in ROTATING if name != "linear"])
+def test_heads_of_an_odd_width_have_no_pairs(name):
+    with pytest.raises(ValueError, match="head_dim is 3, but must be even with rotary and no rotary_dim"):
+        make(name, head_dim=3)
+    module = make(name, head_dim=3, rotary_dim=2)
+    assert module(torch.randn(1, 4, 16, dtype=torch.float64)).shape == (1, 4, 16)
+
+
+def test_linear_attention_rotates_features():
+    """So these must be of an even number, and the head may be of any width."""
+    x = torch.randn(1, 4, 16, dtype=torch.float64)
+    assert make("linear", head_dim=3, feature_map="dpfp")(x).shape == x.shape
+    with pytest.raises(ValueError, match="feature_map has 3 features, but needs an even number"):
+        make("linear", head_dim=3)
+
+
 def test_features_can_be_too_few():
     options = {"feature_map": "t2r", "feature_map_options": {"feature_dim": 4}}
     with pytest.raises(

@@ -39,6 +39,15 @@ def test_the_module_is_its_formulas():
     torch.testing.assert_close(module(x), (o.flatten(2) * gate) @ module.out_proj.weight.T)
 
 
+def test_one_token_with_one_value_in_each_head():
+    module, x = random_module(value_dim=1), torch.randn(1, 3, 8, dtype=torch.float64)
+    state, whole = module.init_state(1), module(x)
+    for t in range(3):
+        y, state = module.step(x[:, t], state)
+        torch.testing.assert_close(y, whole[:, t])
+    torch.testing.assert_close(module(x[:, :1]), whole[:, :1])
+
+
 def test_the_token_before_is_that_of_the_sequence():
     """Not a padded one, nor the last one of the sequence before it in a pack."""
     module, x = random_module(), torch.randn(1, 9, 8, dtype=torch.float64)

@@ -52,6 +52,19 @@ def test_it_equals_the_model(name, instruction_set):
     assert (torch.cat([torch.stack(steps, 1), rest], 1) - exact).abs().max() <= bound
 
 
+@pytest.mark.parametrize("instruction_set", native.instruction_sets())
+@pytest.mark.parametrize("name", ["exp", "hedgehog"])
+@torch.no_grad()
+def test_large_exponents_are_clamped_as_in_the_model(name, instruction_set):
+    model, ids = decoder(**linear(feature_map=name), positions="none"), tokens()
+    for block in model.stack.blocks:
+        block.attention.qkv_proj.weight[:64] *= 100  # queries and keys
+    p = plan(model)
+    with native.use(instruction_set):
+        found, _ = p.prefill(ids, p.init_state(3))
+    torch.testing.assert_close(found.double(), model.double()(ids), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize(
     "name", ["linear", "hybrid", "delta rule, gated", "odd widths", "pixels", "tied embeddings"]

@@ -153,6 +153,70 @@ def test_autocast_is_that_of_the_forward():
         assert a.abs().max() > 0
 
 
+RECOMPUTED = [{}, {"reversible": False, "ff_chunk": 4}, {"reversible": False, "gradient_checkpointing": True}]
+
+
+def recomputing(gradient_checkpointing=False, **fields):
+    model = decoder(**fields).train()
+    model.gradient_checkpointing = gradient_checkpointing
+    return model
+
+
+def losses(model, parameters, tokens):
+    return torch.func.functional_call(
+        Loss(model), {f"model.{k}": v for k, v in parameters.items()}, (tokens,)
+    )
+
+
+class Loss(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        return self.model.loss(tokens, tokens)
+
+
+@pytest.mark.parametrize("fields", RECOMPUTED, ids=str)
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, torch.Tensor.requires_grad_])
+def test_gradients_are_those_of_the_parameters_of_the_forward(fields, kind):
+    model, tokens = recomputing(**fields), tokens_of()
+    parameters = {name: kind(x.detach() + 0.1 * torch.randn_like(x)) for name, x in model.named_parameters()}
+    own = dict(model.named_parameters())
+    found = torch.autograd.grad(losses(model, parameters, tokens), list(parameters.values()))
+    assert all(x is own[name] for name, x in model.named_parameters())
+    assert all(x.grad is None for x in own.values())
+    model.load_state_dict({**model.state_dict(), **parameters})
+    expected = torch.autograd.grad(model.loss(tokens, tokens), list(model.parameters()))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("fields", RECOMPUTED, ids=str)
+def test_transforms_of_torch_func_take_gradients(fields):
+    model, tokens = recomputing(**fields), tokens_of()
+    own = {name: x.detach() for name, x in model.named_parameters()}
+    one = torch.func.grad(lambda parameters, row: losses(model, parameters, row.unsqueeze(0)))
+    found = torch.func.vmap(one, (None, 0))(own, tokens)
+    for i, row in enumerate(tokens):
+        loss = model.loss(row.unsqueeze(0), row.unsqueeze(0))
+        expected = torch.autograd.grad(loss, list(model.parameters()))
+        torch.testing.assert_close([x[i] for x in found.values()], list(expected), rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("fields", [RECOMPUTED[0], RECOMPUTED[2]], ids=str)
+def test_gradients_are_those_of_the_mode_of_the_forward(fields):
+    model, tokens, found = recomputing(dropout=0.3, **fields), tokens_of(), []
+    for later in (model.train, model.eval):
+        model.train()
+        torch.manual_seed(3)
+        loss = model.loss(tokens, tokens)
+        later()
+        modes = [module.training for module in model.modules()]
+        found.append(torch.autograd.grad(loss, list(model.parameters())))
+        assert [module.training for module in model.modules()] == modes
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 def test_it_trains_an_encoder_with_frozen_embeddings():
     config = EncoderConfig(vocab_size=11, n_classes=2, d_model=16, n_heads=2, n_layers=2, reversible=True)
     model = Encoder(config).train()

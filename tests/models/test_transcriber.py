@@ -101,6 +101,21 @@ def test_a_batch_without_rows_has_a_loss_of_0(kind, mask):
     assert float(loss.detach()) == 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("padded", [False, True])
+def test_autocast_rounds_but_runs(kind, dtype, padded):
+    torch.manual_seed(0)
+    model = small_model(kind).eval()
+    x, padding = torch.randn(2, 40, 6), padding_mask(torch.tensor([40, 17])) if padded else None
+    exact = model(x, key_padding_mask=padding)
+    with torch.autocast("cpu", dtype):
+        rounded = model(x, key_padding_mask=padding)
+        model.loss(x, torch.tensor([[0, 1], [2, IGNORED]]), key_padding_mask=padding).backward()
+    torch.testing.assert_close(rounded, exact, rtol=0, atol=0.05)
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8, 9, 21])
 def test_four_frames_become_one(length):
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unrolled import linear_attention
 from unrolled.ops.feature_maps import FEATURE_MAPS, Elu, Polynomial, QueryKeyMap, make_feature_map
 
 
@@ -54,6 +55,25 @@ def test_elu_is_positive_where_the_literal_formula_is_zero(dtype):
     torch.testing.assert_close(features, torch.where(x > 0, x + 1, x.exp()))
     features.sum().backward()
     assert (x.grad > 0).all()
+
+
+@pytest.mark.parametrize("name", ["exp", "hedgehog"])
+@pytest.mark.parametrize("size", [20, 50, 100, 1000])
+@pytest.mark.parametrize("backend", ["plain", None])
+def test_exponentials_of_large_inputs_have_gradients(name, size, backend):
+    """In fp32 as in fp64. Without limits, gradients of features overflow, and some outputs are 0."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 40, 16, 2, 8, dtype=torch.float64)
+
+    def results(dtype):
+        phi = make_feature_map(name, 8, 2).to(dtype)
+        inputs = [(size * q).to(dtype), (size * k).to(dtype), v.to(dtype)]
+        inputs = [x.requires_grad_() for x in inputs]
+        y = linear_attention(*inputs, causal=True, feature_map=phi, backend=backend)
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), inputs)]
+
+    for found, exact in zip(results(torch.float32), results(torch.float64), strict=True):
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-6 * size * float(exact.abs().max()))
 
 
 def test_elu_gradients_are_finite_for_large_inputs():

@@ -1,5 +1,6 @@
 """States are values that can be selected, measured, saved and read back."""
 
+import re
 from typing import NamedTuple
 
 import pytest
@@ -92,3 +93,20 @@ def test_the_bytes_of_a_tensor_do_not_depend_on_its_strides():
 def test_a_mask_of_rows_is_refused(state, mask):
     with pytest.raises(ValueError, match="rows is a mask, but must be indices"):
         states.select(state, mask)
+
+
+@pytest.mark.parametrize("rows", [[0.7], torch.tensor([1.0])])
+def test_fractions_of_rows_are_refused(state, rows):
+    with pytest.raises(ValueError, match="but must be indices, which are integers"):
+        states.select(state, rows)
+
+
+@pytest.mark.parametrize("rows", [[0, 3], [-1], [[0, 1]]])
+def test_rows_that_do_not_exist_are_refused(state, rows):
+    message = f"rows is {rows}, but must be a list of integers from 0 to 2"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        states.select(state, rows)
+
+
+def test_no_rows_can_be_selected(state):
+    assert states.select(state, []).layers[0].kv.shape == (0, 2, 4)

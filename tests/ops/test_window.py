@@ -334,6 +334,8 @@ def inputs(**changes):
         ({"window_size": (3,)}, r"window_size is \(3,\), but must be \(left, right\)"),
         ({"window_size": 3}, r"window_size is 3, but must be \(left, right\)"),
         ({"window_size": (1.5, 0)}, r"window_size is \(1.5, 0\), but must be \(left, right\)"),
+        ({"scale": float("nan")}, "scale is nan, but must be a finite number"),
+        ({"scale": "x"}, "scale is 'x', but must be a finite number"),
     ],
 )  # fmt: skip
 def test_wrong_input_gets_one_clear_sentence(form, changes, message):

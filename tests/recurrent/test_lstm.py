@@ -6,6 +6,7 @@ from agreement import assert_same, normal
 from torch import nn
 
 from unrolled import recurrent
+from unrolled.recurrent import Bidirectional
 from unrolled.recurrent.kronecker_lstm import KroneckerLSTM
 from unrolled.recurrent.low_rank_lstm import LowRankLSTM
 from unrolled.recurrent.lstm import LSTM
@@ -25,8 +26,8 @@ def torchs(W, b, U, **options):
 
 
 def by_steps(module, x):
-    """No token is padding, and yet a mask keeps torch's kernels away."""
-    return module(x, key_padding_mask=torch.zeros(x.shape[:2], dtype=torch.bool))
+    """Without torch's kernels."""
+    return module.scan(module.project(x), module.init_state(len(x)), None)[0]
 
 
 @pytest.mark.parametrize("cell", FUSED)
@@ -55,6 +56,43 @@ def test_the_kernel_is_the_steps(cell, dtype):
         else:
             largest = c.abs().max()
             assert (a - c).abs().max() <= 2 * (b - c).abs().max() + 1e-6 * largest
+
+
+@pytest.mark.parametrize("cell", FUSED)
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_the_kernel_runs_despite_padding(cell, both_ways, monkeypatch):
+    """On the right, on the left and between tokens; a row may have no tokens."""
+    module = recurrent.load(cell)(3, 4).double()
+    if both_ways:
+        module = Bidirectional(module, recurrent.load(cell)(3, 4).double())
+    padding = torch.tensor([[0, 0, 0, 1, 1], [1, 1, 0, 0, 0], [0, 1, 0, 1, 0], [1] * 5, [0] * 5]).bool()
+    x = normal(5, 5, 3).masked_fill(padding.unsqueeze(-1), torch.nan).requires_grad_()
+
+    def results(run):
+        y = run(x)[~padding]
+        return [y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])]
+
+    def row_by_row(x):
+        rows = torch.zeros(5, 5, module.hidden_size, dtype=x.dtype)
+        for i, valid in enumerate(~padding):
+            rows[i, valid] = module(x[i, valid].unsqueeze(0))[0]
+        return rows
+
+    expected = results(row_by_row)
+    monkeypatch.setattr(recurrent.load(cell), "scan", None)
+    found = results(lambda x: module(x, key_padding_mask=padding))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert not found[1][padding].any()
+
+
+@pytest.mark.parametrize("cell", FUSED)
+def test_a_state_is_that_of_the_kernel_if_no_token_is_padding(cell, monkeypatch):
+    module, x = recurrent.load(cell)(3, 4), normal(2, 5, 3).float()
+    expected = module.prefill(x, module.init_state(2))
+    monkeypatch.setattr(type(module), "scan", None)
+    mask = torch.zeros(2, 5, dtype=torch.bool)
+    found = module.prefill(x, module.init_state(2), key_padding_mask=mask)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("cell", FUSED)

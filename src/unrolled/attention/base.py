@@ -63,7 +63,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         rotary_base: pair i of a query or key is rotated by the angle position / base^(2i/rotary_dim); with a
             larger base, the angles grow more slowly.
         rotary_dim: with `rotary`, rotate only the first `rotary_dim` numbers of each query and key; an even
-            number, D by default.
+            number, D by default, which then must be even.
 
     Raises:
         ValueError: a size is not a multiple of another as required, or out of range.
@@ -74,6 +74,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     growing: Growing = CONSTANT
     one_way: str = "`unrolled list` shows which are"
     no_rotary: str | None = None
+    rotates_features: bool = False  # whether rotary positions rotate features, and not queries and keys
     conv_activation: bool = False  # whether silu follows the convolution
     conv_bias: bool = False
     mixes_input: bool = False  # whether queries, keys and values depend on more than their own token
@@ -112,6 +113,8 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         if self.head_dim < 1 or self.value_dim < 1:
             raise ValueError(f"head_dim is {head_dim} and value_dim {value_dim}, but both must be at least 1")
         check_rotation(rotary_base, rotary_dim, self.head_dim)
+        if rotary and rotary_dim is None and self.head_dim % 2 and not self.rotates_features:
+            raise ValueError(f"head_dim is {self.head_dim}, but must be even with rotary and no rotary_dim")
         self.rotary_base, self.rotary_dim = rotary_base, rotary_dim
         self.widths = [n * width for n, width in zip(self.head_counts(), self.head_widths(), strict=True)]
         self.qkv_proj = Linear(d_model, sum(self.widths), bias=bias)

@@ -103,6 +103,7 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
     """
 
     supports = GENERAL.but(weights=True, sequence=True)
+    rotates_features = True
 
     def __init__(
         self,

@@ -170,8 +170,6 @@ class Retention(MultiHeadAttention[RetentionState, None]):
         **common: Unpack[HeadOptions],
     ):
         super().__init__(d_model, n_heads, rotary=rotary, **common)
-        if rotary and self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}, but must be even with rotary positions")
         if angles not in ("rotary", "closed"):
             raise ValueError(f"angles is {angles!r}, but must be 'rotary' or 'closed'")
         self.closed = angles == "closed"

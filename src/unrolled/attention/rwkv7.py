@@ -26,7 +26,6 @@ from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import group_norm
 
 from unrolled.attention._delta import beside_identity, split_transition
 from unrolled.attention._heads import NO_MASKS, of_every_head
@@ -233,6 +232,6 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
         """Normalise each head, add the token's own value, and gate."""
         flat = o.reshape(-1, self.n_heads * self.value_dim)
         weight, bias = self.norm_weight.to(o.dtype), self.norm_bias.to(o.dtype)
-        normed = group_norm(flat, self.n_heads, weight, bias, self.eps).view(o.shape)
+        normed = torch.group_norm(flat, self.n_heads, weight, bias, self.eps).view(o.shape)
         own = (rule.q * rule.k * self.bonus.to(o.dtype)).sum(-1, keepdim=True) * rule.v
         return ((normed + own) * heads.inputs.gate).to(self.mix.dtype)

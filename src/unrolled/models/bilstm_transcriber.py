@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from unrolled.fields import Fraction, FromData, Size
+from unrolled.models.cells import run_lstm
 from unrolled.models.config import ModelConfig
 from unrolled.models.ctc import CTCModel
 from unrolled.ops.dropout import Dropout
@@ -69,7 +70,7 @@ class BiLSTMTranscriber(CTCModel):
         """Read frames `[B,T,d_model]`, with `padding [B,T]` if any: `[B,T,2 hidden_size]`."""
         for norm, layer in zip(self.norms, self.layers, strict=True):
             x = self.dropout(norm(x))
-            x = layer(x)[0] if padding is None or not len(x) else _valid_frames(layer, x, padding)
+            x = run_lstm(layer, x)[0] if padding is None or not len(x) else _valid_frames(layer, x, padding)
         dropped: Tensor = self.dropout(x)
         return dropped
 
@@ -78,5 +79,5 @@ def _valid_frames(layer: nn.Module, x: Tensor, padding: Tensor) -> Tensor:
     """Run a layer on the valid frames of each row of `x [B,T,d]`; its output is 0 at padding."""
     lengths = (~padding).sum(1).clamp(min=1).cpu()  # a row without frames reads one of zeros
     packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-    y, _ = pad_packed_sequence(layer(packed)[0], batch_first=True, total_length=padding.shape[1])
+    y, _ = pad_packed_sequence(run_lstm(layer, packed)[0], batch_first=True, total_length=padding.shape[1])
     return y

@@ -14,9 +14,10 @@ from unrolled import attention
 from unrolled.attention import MultiHeadAttention
 from unrolled.contract import UnsupportedError
 from unrolled.models.config import Activation, TransformerConfig
-from unrolled.ops.checks import wrong
+from unrolled.ops.checks import transforming, wrong
 from unrolled.ops.dense import Layer, Linear
 from unrolled.ops.dropout import Dropout
+from unrolled.ops.replay import as_now
 from unrolled.ops.sequence import inside
 from unrolled.ops.state import Parts
 
@@ -40,11 +41,27 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-def apply(layer: Callable[..., Result], *inputs: object, recompute: bool) -> Result:
-    """Call a layer; with `recompute`, keep its inputs only and run it again in the backward pass."""
-    if recompute:
-        return cast(Result, checkpoint(inside(layer), *inputs, use_reentrant=False))
-    return layer(*inputs)
+def apply(call: Callable[..., Result], *inputs: object, layer: nn.Module, recompute: bool) -> Result:
+    """Call a function of a layer; with `recompute`, keep its inputs only, and run it again for the gradients.
+
+    It runs again with the parameters and in the mode of the first run. The transforms of `torch.func` refuse
+    checkpoints, so under them nothing is recomputed.
+    """
+    if not recompute or transforming():
+        return call(*inputs)
+    return cast(Result, checkpoint(_with_layer_as_now(layer, inside(call)), *inputs, use_reentrant=False))
+
+
+def _with_layer_as_now(layer: nn.Module, call: Callable[..., Result]) -> Callable[..., Result]:
+    if torch.compiler.is_compiling():
+        return call
+    context = as_now(layer)
+
+    def run(*inputs: object) -> Result:
+        with context():
+            return call(*inputs)
+
+    return run
 
 
 class FeedForward(Layer):
@@ -76,9 +93,10 @@ class FeedForward(Layer):
         if self.chunk is None or x.dim() < 3 or x.shape[-2] <= self.chunk:
             return self._whole(x)
         parts = torch.split(x, self.chunk, dim=-2)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or transforming():  # transforms of `torch.func` refuse checkpoints
             return torch.cat([self._whole(part) for part in parts], dim=-2)
-        again = partial(checkpoint, self._whole, use_reentrant=False, preserve_rng_state=False)
+        whole = _with_layer_as_now(self, self._whole)
+        again = partial(checkpoint, whole, use_reentrant=False, preserve_rng_state=False)
         return torch.cat([again(part) for part in parts], dim=-2)
 
     def _whole(self, x: Tensor) -> Tensor:

@@ -1,9 +1,14 @@
-"""Stacks of recurrent layers by the name of their cell, for models that take any cell."""
+"""Recurrent layers as models use them: stacks by the name of their cell, and torch's LSTM."""
 
 from itertools import pairwise
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
 from unrolled import recurrent
+from unrolled.ops.precision import without_autocast
 from unrolled.recurrent import Stacked
 
 
@@ -18,3 +23,14 @@ def stack_of(cell: str, cell_options: dict[str, Any], widths: list[int], *, drop
         return Stacked([make(a, b, **cell_options) for a, b in pairwise(widths)], dropout=dropout)
     except TypeError as error:
         raise ValueError(f"cell_options of {cell!r} do not fit: {error}") from error
+
+
+def run_lstm(layer: nn.Module, x: Tensor | PackedSequence) -> Any:
+    """Run a `torch.nn.LSTM`; under autocast on a CPU, in the dtype of its weights.
+
+    Many CPUs have no LSTM in the dtypes of autocast, and torch then raises an error.
+    """
+    if x.is_cuda or not torch.is_autocast_enabled("cpu"):
+        return layer(x)
+    with without_autocast(torch.device("cpu")):
+        return layer(x.to(next(layer.parameters()).dtype))

@@ -258,7 +258,7 @@ class EncoderDecoder(RecomputingModel):
     def _hidden(self, memory: Tensor, target: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         x = self._embed(target, memory.shape[0])
         for block in self._blocks():
-            x = apply(block, x, memory, key_padding_mask, recompute=self.recompute)
+            x = apply(block, x, memory, key_padding_mask, layer=block, recompute=self.recompute)
         return cast(Tensor, self.norm(x))
 
     def _embed(self, target: Tensor, rows: int) -> Tensor:

@@ -224,8 +224,7 @@ class Latents(Layer):
         z = self.initial.expand(x.shape[0], -1, -1)
         for i in range(self.n_iterations):
             if i < self.n_reads:
-                z = apply(
-                    self.reads[min(i, len(self.reads) - 1)], z, x, key_padding_mask, recompute=recompute
-                )
+                read = self.reads[min(i, len(self.reads) - 1)]
+                z = apply(read, z, x, key_padding_mask, layer=read, recompute=recompute)
             z = self.stacks[min(i, len(self.stacks) - 1)](z, recompute=recompute)
         return z

@@ -17,6 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from unrolled.fields import Size
+from unrolled.models.cells import run_lstm
 from unrolled.models.seq2seq import AttentiveSeq2SeqConfig, Seq2Seq, make_attention
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.recurrent import lstm_step
@@ -73,10 +74,10 @@ class LuongSeq2Seq(Seq2Seq[LuongSeq2SeqState]):
         if len(source):
             lengths = (~key_padding_mask).sum(1).cpu()
             packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-            out, (h, c) = self.encoder(packed)
+            out, (h, c) = run_lstm(self.encoder, packed)
             out, _ = pad_packed_sequence(out, batch_first=True, total_length=source.shape[1])
         else:  # torch cannot pack an empty batch
-            out, (h, c) = self.encoder(x)
+            out, (h, c) = run_lstm(self.encoder, x)
         # undo the order that put padding on the right
         place = order.argsort(dim=1).unsqueeze(-1).expand(-1, -1, out.shape[-1])
         attended = self.attention.read(out.gather(1, place), key_padding_mask=key_padding_mask)

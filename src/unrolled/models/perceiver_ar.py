@@ -208,7 +208,7 @@ class PerceiverAR(Decoder):
             hidden = torch.rand(x.shape[:2], device=x.device) < self.config.prefix_dropout
             hidden[:, T - n :] = False
         read = partial(self._reader.last, n=n, key_padding_mask=key_padding_mask, hidden=hidden)
-        z = apply(read, x, recompute=self.recompute)
+        z = apply(read, x, layer=self._reader, recompute=self.recompute)
         padding = None if key_padding_mask is None else key_padding_mask[:, T - n :]
         return self.stack(z, key_padding_mask=padding, recompute=self.recompute, start=1)
 

@@ -9,9 +9,10 @@ Kitaev, Kaiser and Levskaya 2020, "Reformer", arXiv 2001.04451, section 3, after
 Gomez et al. 2017, "The Reversible Residual Network", arXiv 1707.04585.
 
 The backward pass goes from the last block to the first, restores the input of each block, and recomputes the
-block for its gradients. Dropout masks and hash buckets are replayed (see `ops/replay.py`), which costs a byte
-or two for each bucket. Rounding makes the restored streams drift from the original ones, so they are kept in
-at least fp32. A step of generation carries both streams.
+block for its gradients, with the parameters and in the mode of the forward pass. Dropout masks and hash
+buckets are replayed (see `ops/replay.py`), which costs a byte or two for each bucket. Rounding makes the
+restored streams drift from the original ones, so they are kept in at least fp32. A step of generation carries
+both streams.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +25,9 @@ from torch.autograd.function import once_differentiable
 from unrolled.models.blocks import Block, Masks
 from unrolled.models.config import TransformerConfig
 from unrolled.models.stack import Stack
+from unrolled.ops.checks import transforming
 from unrolled.ops.precision import accumulation_dtype
-from unrolled.ops.replay import Replay
+from unrolled.ops.replay import Replay, as_now
 
 
 class ReversibleBlock(Block):
@@ -54,8 +56,8 @@ class ReversibleBlock(Block):
 class ReversibleStack(Stack):
     """A stack of reversible blocks. Training stores only the output of the last one.
 
-    `recompute` has no effect: the blocks are always recomputed. Under `torch.compile` the outputs are the
-    same, but activations are stored as in an ordinary stack.
+    `recompute` has no effect: the blocks are always recomputed. Under `torch.compile` and the transforms of
+    `torch.func`, the outputs are the same, but activations are stored as in an ordinary stack.
     """
 
     block = ReversibleBlock
@@ -64,13 +66,13 @@ class ReversibleStack(Stack):
         self, x: Tensor, *, recompute: bool = False, start: int = 0, **masks: Unpack[Masks]
     ) -> Tensor:
         """[B, T, d_model] -> [B, T, d_model]; see `Stack.forward`."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or transforming() or not torch.is_grad_enabled():
             return super().forward(x, start=start, **masks)
         blocks, of_blocks = self.blocks[start:], self._masks(masks)[start:]
         parameters = [p for p in blocks.parameters() if p.requires_grad]
         run: Callable[..., Tensor] = _Run.apply
         x = self._enter(x, masks.get("key_padding_mask"))
-        return self._leave(run(x, list(blocks), of_blocks, *parameters))
+        return self._leave(run(x, blocks, of_blocks, *parameters))
 
     def _enter(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         x = super()._enter(x, key_padding_mask)
@@ -93,9 +95,11 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, blocks: Sequence[ReversibleBlock], masks: Sequence[Masks], *parameters: Tensor
+        ctx: Any, x: Tensor, layers: nn.ModuleList, masks: Sequence[Masks], *parameters: Tensor
     ) -> Tensor:
+        blocks = cast("list[ReversibleBlock]", list(layers))
         ctx.blocks, ctx.masks, ctx.parameters, ctx.replays = blocks, masks, parameters, []
+        ctx.as_in_forward = as_now(layers)
         y1, y2 = x.chunk(2, dim=-1)
         for block, own in zip(blocks, masks, strict=True):
             attending, feeding = Replay(x.device), Replay(x.device)
@@ -129,9 +133,10 @@ class _Run(torch.autograd.Function):
             return z.detach(), dx
 
         calls = list(zip(ctx.blocks, ctx.masks, ctx.replays, strict=True))
-        for block, own, (attending, feeding) in reversed(calls):
-            fed, dx = back(feeding, block.fed, dy2, y1)
-            y2, dy1 = y2 - fed, dy1 + dx
-            attended, dx = back(attending, block.attended, dy1, y2, own)
-            y1, dy2 = y1 - attended, dy2 + dx
+        with ctx.as_in_forward():
+            for block, own, (attending, feeding) in reversed(calls):
+                fed, dx = back(feeding, block.fed, dy2, y1)
+                y2, dy1 = y2 - fed, dy1 + dx
+                attended, dx = back(attending, block.attended, dy1, y2, own)
+                y1, dy2 = y1 - attended, dy2 + dx
         return torch.cat([dy1, dy2], dim=-1), None, None, *map(gradients.get, ctx.parameters)

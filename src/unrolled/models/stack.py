@@ -53,7 +53,7 @@ class Stack(Layer):
         of_blocks = self._masks(masks)[start:]
         x = self._enter(x, masks.get("key_padding_mask"))
         for block, own in zip(self.layers[start:], of_blocks, strict=True):
-            x = apply(partial(block, **own), x, recompute=recompute)
+            x = apply(partial(block, **own), x, layer=block, recompute=recompute)
         return self._leave(x)
 
     def _masks(self, masks: Masks) -> list[Masks]:
@@ -86,7 +86,7 @@ class Stack(Layer):
         x, after = self._enter(x, key_padding_mask), []
         for block, state in zip(self.layers[start:], states, strict=True):
             prefill = partial(block.prefill, key_padding_mask=key_padding_mask)
-            x, state = apply(prefill, x, state, recompute=recompute)
+            x, state = apply(prefill, x, state, layer=block, recompute=recompute)
             after.append(state)
         return self._leave(x), tuple(after)
 

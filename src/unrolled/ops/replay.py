@@ -3,15 +3,16 @@
 Recomputed inputs may differ by rounding. That hardly changes continuous results, but it can change a
 discrete choice, such as the bucket of a token. So code that makes a discrete choice calls `chosen`. A
 `Replay` then returns the choice of the first run, and it also restores the state of the random generators.
+`as_now` restores what a module held.
 """
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar, TypeVarTuple
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unrolled.ops.sequence import current, use
 
@@ -26,6 +27,36 @@ def chosen(choose: Callable[[], Tensor], n: int) -> Tensor:
         return choose()
     replay: Replay | None = getattr(_running, "replay", None)
     return choose() if replay is None else replay._choice(choose, n)
+
+
+def as_now(module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+    """Return a function that makes contexts in which a module has the tensors and the mode that it has now.
+
+    `torch.func.functional_call` replaces the tensors for one forward pass, and `eval` changes the mode. The
+    shards of FSDP2 are not restored: it replaces them by whole weights in every pass.
+    """
+    tables: list[tuple[dict[str, Any], list[str]]] = []
+    for each in module.modules():
+        tables += [(held, list(held)) for held in (each._parameters, each._buffers)]
+        tables.append((vars(each), ["training"]))
+    now = [(table, name, table[name]) for table, names in tables for name in names]
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        changed = [
+            (table, name, x, table[name])
+            for table, name, x in now
+            if table[name] is not x and type(x) in (Tensor, nn.Parameter, bool)  # a shard is of another type
+        ]
+        for table, name, x, _ in changed:
+            table[name] = x
+        try:
+            yield
+        finally:
+            for table, name, _, later in changed:
+                table[name] = later
+
+    return context
 
 
 class Replay:

@@ -47,13 +47,21 @@ def select(state: State, rows: Tensor | Sequence[int]) -> State:
     """Select batch rows by index: to fork a prompt, reorder beams or drop rows.
 
     Raises:
-        ValueError: `rows` is a mask.
+        ValueError: `rows` is a mask, or holds no indices of rows. On a GPU, indices are not checked.
     """
     index = rows if isinstance(rows, Tensor) else torch.tensor(rows, device="cpu")
     if index.dtype == torch.bool:
         raise ValueError("rows is a mask, but must be indices, as from mask.nonzero().flatten()")
+    if index.is_floating_point() and index.numel():  # an empty list has no integers
+        raise ValueError(f"rows is {index.dtype}, but must be indices, which are integers")
     index = index.long()
-    return map_tensors(lambda x: x.index_select(0, index.to(x.device)), state)
+    try:
+        return map_tensors(lambda x: x.index_select(0, index.to(x.device)), state)
+    except IndexError as error:
+        n = len(next(iter(leaves(state).values())))
+        raise ValueError(
+            f"rows is {index.tolist()}, but must be a list of integers from 0 to {n - 1}"
+        ) from error
 
 
 def to(state: State, device: torch.device | str) -> State:

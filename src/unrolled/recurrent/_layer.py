@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.contract import CAUSAL_RECURRENCE, UnsupportedError
-from unrolled.ops.checks import check_cu_seqlens, check_device, check_key_padding_mask
+from unrolled.ops.checks import check_cu_seqlens, check_device, check_key_padding_mask, may_read
 from unrolled.ops.inputs import check_input
 from unrolled.ops.options import ChecksOptions, at_least
-from unrolled.ops.packing import pad_packed
+from unrolled.ops.packing import pad_packed, valid_tokens_first
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.sequence import refuse
 from unrolled.ops.state_checks import CONSTANT, Growing, check_state
@@ -25,9 +25,9 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
     A cell derives from this class and defines `init_state` and `advance`, one step from projected inputs.
     `project` computes what depends on the inputs alone, for all tokens at once; by default it applies
     `input_proj`, a linear layer of the cell. A cell whose steps run faster together overrides `scan`. A cell
-    with a kernel from inputs to outputs overrides `fused`, which is tried first if there is no padding.
-    States and steps are in fp32 (fp64 for fp64 weights) for any type of the input. `torch.export` unrolls the
-    loop over the steps, so an exported graph takes a single length.
+    with a kernel from inputs to outputs overrides `fused`, which is tried first, though in `prefill` only if
+    no token is padding. States and steps are in fp32 (fp64 for fp64 weights) for any type of the input.
+    `torch.export` unrolls the loop over the steps, so an exported graph takes a single length.
 
     Args:
         input_size: width of the inputs.
@@ -98,14 +98,21 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
         if key is not None or value is not None or attn_mask is not None:
             raise UnsupportedError(f"{self._name} is recurrent: it reads one sequence and takes no attn_mask")
         self._check_input("x", x, 3)
-        if cu_seqlens is None:
-            y, _ = self.prefill(x, self.init_state(x.shape[0]), key_padding_mask=key_padding_mask)
-            return y
+        # Padding on the right has no effect on the tokens before it.
+        if cu_seqlens is not None:
+            if key_padding_mask is not None:
+                raise ValueError(
+                    "key_padding_mask was given with cu_seqlens: packed sequences have no padding"
+                )
+            check_cu_seqlens(cu_seqlens, x, x)
+            rows, padding = pad_packed(x, cu_seqlens)
+            return self.forward(rows)[~padding].unsqueeze(0)
         if key_padding_mask is not None:
-            raise ValueError("key_padding_mask was given with cu_seqlens: packed sequences have no padding")
-        check_cu_seqlens(cu_seqlens, x, x)
-        rows, padding = pad_packed(x, cu_seqlens)
-        return self.forward(rows)[~padding].unsqueeze(0)  # padding on the right has no effect
+            self._check_padding(key_padding_mask, x)
+            (rows,), _, back = valid_tokens_first(key_padding_mask, x)
+            return back(self.forward(rows))
+        y, _ = self.prefill(x, self.init_state(x.shape[0]))
+        return y
 
     def prefill(
         self, x: Tensor, state: State, *, key_padding_mask: Tensor | None = None
@@ -118,10 +125,12 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
         self._check_input("x", x, 3)
         check_state(self, state, x.shape[0], self._weight)
         if key_padding_mask is not None:
-            check_key_padding_mask(key_padding_mask, *x.shape[:2])
-            check_device("key_padding_mask", key_padding_mask, self._weight)
-            x = x.masked_fill(key_padding_mask.unsqueeze(-1), 0)
-        elif (done := self.fused(x, state)) is not None:
+            self._check_padding(key_padding_mask, x)
+            if may_read(key_padding_mask) and not key_padding_mask.any():
+                key_padding_mask = None
+            else:
+                x = x.masked_fill(key_padding_mask.unsqueeze(-1), 0)
+        if key_padding_mask is None and (done := self.fused(x, state)) is not None:
             return done
         inputs = self.project(x)
         with without_autocast(x.device):
@@ -136,6 +145,10 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
         with without_autocast(x_t.device):
             y, state = self.advance(inputs.to(self._state_dtype), state)
         return y.to(inputs.dtype), state
+
+    def _check_padding(self, key_padding_mask: Tensor, x: Tensor) -> None:
+        check_key_padding_mask(key_padding_mask, *x.shape[:2])
+        check_device("key_padding_mask", key_padding_mask, self._weight)
 
     def _zeros(self, batch_size: int) -> Tensor:
         """Return zeros `[B,hidden_size]` in the dtype of the state."""

@@ -18,7 +18,7 @@ def run(
     Return None where the kernel cannot be used: under a compiler, which traces the steps instead, and for
     what the kernels do not support, which is transforms of `torch.func`, autocast, and some types and
     lengths. On a CPU, the kernels have gradients of any order; those of cuDNN have first-order gradients
-    only. The steps, which run if there is a `key_padding_mask`, have gradients of any order on any device.
+    only, but within `torch.backends.cudnn.flags(enabled=False)`, torch replaces them by others.
 
     Args:
         kernel: one of `rnn_tanh`, `gru` and `lstm`.

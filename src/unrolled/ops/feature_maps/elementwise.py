@@ -6,7 +6,9 @@ from torch import Tensor
 from unrolled.ops.feature_maps.base import FeatureMap
 from unrolled.ops.options import check_integers
 
-LARGEST_EXPONENT = 60.0  # e^60 = 1e26 is far beyond any use, and leaves fp32 room for sums of 1e12 such keys
+# e^60 = 1e26 is far beyond any use, and leaves fp32 room for sums of 1e12 such keys. The least feature is
+# e^-60, because the gradient of a feature can be as large as its inverse.
+LARGEST_EXPONENT = 60.0
 
 
 class Elementwise(FeatureMap):
@@ -81,26 +83,27 @@ class Exp(FeatureMap):
     """phi(x) = exp(x): the kernel is sum_r exp(q_r + k_r), positive and sharp.
 
     The largest coordinate of a query is subtracted first; this factor cancels in the division. For keys no
-    such factor cancels, so their coordinates are clamped at 60.
+    such factor cancels. All exponents are clamped to between -60 and 60, so that neither the sums nor their
+    gradients overflow in fp32.
     """
 
     def phi_q(self, q: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Map `[..., D]` to exp(q - max q)."""
+        """Map `[..., D]` to exp(max(q - max q, -60))."""
         return exp_of_query(self._wide("q", q))
 
     def phi_k(self, k: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Map `[..., D]` to exp(min(k, 60))."""
+        """Map `[..., D]` to exp(k), with k clamped to between -60 and 60."""
         return exp_of_key(self._wide("k", k))
 
 
 def exp_of_query(x: Tensor) -> Tensor:
-    """exp(x - max x) over the last axis: at most 1, and exp(x) up to a common factor."""
-    return (x - x.amax(-1, keepdim=True)).exp()
+    """exp(x - max x) over the last axis: from e^-60 to 1, and above e^-60 exp(x) up to a common factor."""
+    return (x - x.amax(-1, keepdim=True)).clamp(min=-LARGEST_EXPONENT).exp()
 
 
 def exp_of_key(x: Tensor) -> Tensor:
-    """exp(min(x, 60)): a sum over many keys stays within fp32."""
-    return x.clamp(max=LARGEST_EXPONENT).exp()
+    """exp(x) from e^-60 to e^60: a sum over many keys stays within fp32."""
+    return x.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT).exp()
 
 
 class Dpfp(FeatureMap):

@@ -71,7 +71,7 @@ class Hedgehog(PerHeadMap):
     """phi(x) = [exp(Wx + b), exp(-Wx - b)], R = 2D, positive; W = I and b = 0 at first.
 
     In Hedgehog (arXiv 2402.04347), W and b are first trained to reproduce the weights of softmax. As with
-    `Exp`, a factor per query cancels, and the exponents of a key are clamped at 60 to stay in range.
+    `Exp`, a factor per query cancels, and exponents are clamped to between -60 and 60.
     """
 
     def __init__(self, head_dim: int, n_heads: int):

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from unrolled.ops.checks import check_qkv, wrong
 from unrolled.ops.masks import without_padding
+from unrolled.ops.options import check_finite
 from unrolled.ops.precision import accumulation_dtype, promoted, without_autocast
 from unrolled.ops.window import operator as kernels
 from unrolled.ops.window.blocks import Inputs, Options
@@ -93,7 +94,8 @@ def window_attention(
         and v through both results; with "flex", those of the first order.
 
     Raises:
-        ValueError: an argument of the wrong shape or type; decreasing offsets; a window below -1.
+        ValueError: an argument of the wrong shape or type; decreasing offsets; a window below -1; a
+            scale that is not finite.
     """
     k, v = _check_and_mask(q, k, v, window_size, key_padding_mask, cu_seqlens)
     out_dtype = v.dtype
@@ -156,6 +158,8 @@ def _reference(inputs: Inputs, window_size: tuple[int, int], scale: float) -> tu
 
 
 def _scale(q: Tensor, scale: float | None) -> float:
+    if scale is not None:
+        check_finite(scale=scale)
     return q.shape[3] ** -0.5 if scale is None else scale
 
 
