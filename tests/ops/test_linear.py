@@ -1,5 +1,7 @@
 """Linear attention: every form must equal the definition, in outputs and gradients."""
 
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -286,6 +288,18 @@ def test_is_a_well_behaved_torch_operator(causal, packed):
     kv, k_sum = torch.rand(2, 2, 3, 3).requires_grad_(), torch.rand(2, 2, 3).requires_grad_()
     arguments = (q, k, v, gates, kv, k_sum, cu_seqlens, causal, True, "elu" if packed else None, None)
     torch.library.opcheck(torch.ops.unrolled.linear_attention.default, arguments)
+
+
+def test_an_eager_call_does_not_import_the_compiler():
+    """That takes seconds, in which a program waits for its first output."""
+    script = """
+import sys, torch
+from unrolled import linear_attention
+q, k, v = (torch.rand(1, 5, 2, 4).requires_grad_() for _ in range(3))
+linear_attention(q, k, v, causal=True).sum().backward()
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_a_graph_exported_without_gradients_trains_its_gates():

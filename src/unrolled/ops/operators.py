@@ -56,8 +56,8 @@ def register(
     def contiguous_gradients(*arguments: object) -> list[Tensor]:
         return [x.contiguous() for x in backward(*arguments)]
 
-    operator = _custom_op(forward_schema, contiguous_outputs, like_outputs)
-    backward_operator = _custom_op(backward_schema, contiguous_gradients, like_gradients or like_inputs)
+    operator = _define(forward_schema, contiguous_outputs, like_outputs)
+    backward_operator = _define(backward_schema, contiguous_gradients, like_gradients or like_inputs)
 
     def setup_context(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
         ctx.options = inputs[n_tensors:]
@@ -75,16 +75,18 @@ def register(
         of_inputs = (g if x is not None and needs else None for x, needs, g in needed)
         return *of_inputs, *(None for _ in (*others, *options))
 
-    operator.register_autograd(gradient, setup_context=setup_context)
+    torch.library.register_autograd(operator, gradient, setup_context=setup_context)
     return operator
 
 
-def _custom_op(schema: str, function: Computes, fake: Computes) -> Any:
+def _define(schema: str, function: Computes, fake: Computes) -> Any:
+    """Define an operator; one of `torch.library.custom_op` would import the compiler in its first call."""
     name, parenthesis, arguments = schema.partition("(")
-    signature = parenthesis + arguments
-    operator: Any = torch.library.custom_op(f"unrolled::{name}", function, mutates_args=(), schema=signature)
-    operator.register_fake(fake)
-    return operator
+    qualified = f"unrolled::{name}"
+    torch.library.define(qualified, parenthesis + arguments, tags=torch.Tag.pt2_compliant_tag)
+    torch.library.impl(qualified, "CompositeExplicitAutograd", function)
+    torch.library.register_fake(qualified, fake)
+    return getattr(torch.ops.unrolled, name).default
 
 
 def differentiable_gradients(

@@ -35,9 +35,9 @@ Forms = dict[OpOverload[..., object], Callable[..., object]]
 def portable() -> Forms:
     """Return the forms in standard operations, by the operator that each replaces."""
     return {
-        _linear._operator._opoverload: _of_a_call(linear_attention),
-        _window._operator._opoverload: window_attention,
-        _conv._operator._opoverload: causal_conv,
+        _linear._operator: _of_a_call(linear_attention),
+        _window._operator: window_attention,
+        _conv._operator: causal_conv,
         torch.ops.aten.copysign.Tensor: copysign,
         torch.ops.aten.log_sigmoid.default: log_sigmoid,
     }
@@ -45,7 +45,7 @@ def portable() -> Forms:
 
 def fused() -> Forms:
     """Return the same forms, but with ONNX Runtime's own operator for linear attention."""
-    return {**portable(), _linear._operator._opoverload: _of_a_call(fused_linear_attention)}
+    return {**portable(), _linear._operator: _of_a_call(fused_linear_attention)}
 
 
 LinearCall = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, bool]
