@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from unrolled import recurrent
 from unrolled.ops.precision import without_autocast
+from unrolled.ops.processor import multiplies_bf16
 from unrolled.recurrent import Stacked
 
 
@@ -26,11 +27,13 @@ def stack_of(cell: str, cell_options: dict[str, Any], widths: list[int], *, drop
 
 
 def run_lstm(layer: nn.Module, x: Tensor | PackedSequence) -> Any:
-    """Run a `torch.nn.LSTM`; under autocast on a CPU, in the dtype of its weights.
+    """Run a `torch.nn.LSTM`; under autocast on a CPU, in bf16 if the processor multiplies bf16.
 
-    Many CPUs have no LSTM in the dtypes of autocast, and torch then raises an error.
+    If not, it runs in the dtype of its weights: such CPUs have no other LSTM, and torch would raise an error.
     """
-    if x.is_cuda or not torch.is_autocast_enabled("cpu"):
+    cpu = torch.device("cpu")
+    fast = torch.get_autocast_dtype("cpu") == torch.bfloat16 and multiplies_bf16(cpu)
+    if x.is_cuda or not torch.is_autocast_enabled("cpu") or fast:
         return layer(x)
-    with without_autocast(torch.device("cpu")):
+    with without_autocast(cpu):
         return layer(x.to(next(layer.parameters()).dtype))
