@@ -33,11 +33,11 @@ def clock() -> Clock:
 def make(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Iterator[object]:
     opened = []
 
-    def open_with(most_bytes: int | None = None, seconds: float | None = None) -> MemoryStore | SqliteStore:
+    def open_with(state_bytes: int | None = None, ttl: float | None = None) -> MemoryStore | SqliteStore:
         if request.param == "memory":
-            opened.append(MemoryStore(most_bytes, seconds, clock))
+            opened.append(MemoryStore(state_bytes, ttl, clock))
         else:
-            opened.append(SqliteStore(tmp_path / "states.db", most_bytes, seconds, clock))
+            opened.append(SqliteStore(tmp_path / "states.db", state_bytes, ttl, clock))
         return opened[-1]
 
     yield open_with
@@ -57,7 +57,7 @@ def there(store) -> str:
 
 
 def test_the_least_recently_used_is_dropped_first(make, clock) -> None:
-    store = make(most_bytes=30)
+    store = make(state_bytes=30)
     put(store, clock, "abc")
     clock.now += 100
     assert store.get(A) is not None
@@ -68,14 +68,14 @@ def test_the_least_recently_used_is_dropped_first(make, clock) -> None:
 
 
 def test_a_value_that_fits_exactly_drops_nothing(make, clock) -> None:
-    store = make(most_bytes=30)
+    store = make(state_bytes=30)
     put(store, clock, "abc")
     put(store, clock, "a")  # once more
     assert there(store) == "abc"
 
 
 def test_replacing_a_value_counts_its_new_size(make, clock) -> None:
-    store = make(most_bytes=30)
+    store = make(state_bytes=30)
     put(store, clock, "ab")
     put(store, clock, "b", size=20)
     assert store.touch(A)
@@ -85,7 +85,7 @@ def test_replacing_a_value_counts_its_new_size(make, clock) -> None:
 
 
 def test_values_of_sessions_are_dropped_last(make, clock) -> None:
-    store = make(most_bytes=30)
+    store = make(state_bytes=30)
     put(store, clock, "ab")
     assert store.swap("one", None, A)
     assert store.swap("other", None, A)
@@ -101,7 +101,7 @@ def test_values_of_sessions_are_dropped_last(make, clock) -> None:
 
 
 def test_a_session_that_moves_on_frees_its_value(make, clock) -> None:
-    store = make(most_bytes=20)
+    store = make(state_bytes=20)
     put(store, clock, "ab")
     assert store.swap("one", None, A)
     assert store.swap("one", A, B)
@@ -110,14 +110,14 @@ def test_a_session_that_moves_on_frees_its_value(make, clock) -> None:
 
 
 def test_a_session_protects_a_value_that_comes_later(make, clock) -> None:
-    store = make(most_bytes=20)
+    store = make(state_bytes=20)
     assert store.swap("one", None, A)
     put(store, clock, "abc")
     assert there(store) == "ac"
 
 
 def test_where_all_belong_to_sessions_the_newest_value_stays(make, clock) -> None:
-    store = make(most_bytes=20)
+    store = make(state_bytes=20)
     put(store, clock, "ab")
     for key in (A, B):
         assert store.swap(key, None, key)
@@ -127,7 +127,7 @@ def test_where_all_belong_to_sessions_the_newest_value_stays(make, clock) -> Non
 
 
 def test_a_value_larger_than_the_store_is_refused(make, clock) -> None:
-    store = make(most_bytes=1000)
+    store = make(state_bytes=1000)
     put(store, clock, "a")
     with pytest.raises(ValueError, match=r"^the state has 1,001 bytes, but the store keeps 1,000 at most$"):
         store.put(B, bytes(1001))
@@ -136,7 +136,7 @@ def test_a_value_larger_than_the_store_is_refused(make, clock) -> None:
 
 
 def test_a_value_not_used_for_long_is_gone(make, clock) -> None:
-    store = make(seconds=1000)
+    store = make(ttl=1000)
     put(store, clock, "abcd")
     clock.now += 900 - 300
     assert store.get(A) is not None  # used for the last time 1,000 - 100 s ago
@@ -149,7 +149,7 @@ def test_a_value_not_used_for_long_is_gone(make, clock) -> None:
 
 
 def test_put_drops_old_values_and_their_sessions(make, clock) -> None:
-    store = make(seconds=1000)
+    store = make(ttl=1000)
     put(store, clock, "ab")
     assert store.swap("of a", None, A)
     assert store.swap("of c", None, C)
@@ -162,7 +162,7 @@ def test_put_drops_old_values_and_their_sessions(make, clock) -> None:
 
 @on("redis")
 def test_redis_drops_what_is_not_used_for_seconds(address: str, key) -> None:
-    store = open_store(address, seconds=1)
+    store = open_store(address, ttl=1)
     store.put(key(0), b"1")
     store.put(key(1), b"1")
     assert store.swap(key("name"), None, key(0))
@@ -179,7 +179,7 @@ def test_redis_drops_what_is_not_used_for_seconds(address: str, key) -> None:
 
 @on("memory", "sqlite")
 def test_an_opened_store_has_the_limits(address: str) -> None:
-    store = open_store(address, most_bytes=10, seconds=0.001)
+    store = open_store(address, state_bytes=10, ttl=0.001)
     with pytest.raises(ValueError, match="10 at most"):
         store.put(A, bytes(11))
     store.put(A, bytes(10))
@@ -217,7 +217,7 @@ def test_the_total_is_that_of_the_values(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_put_drops_a_bounded_number_of_rows(tmp_path: Path, clock: Clock) -> None:
-    store = SqliteStore(tmp_path / "states.db", most_bytes=1000, now=clock)
+    store = SqliteStore(tmp_path / "states.db", state_bytes=1000, now=clock)
     for i in range(1000):
         store.put(sha256(str(i).encode()).hexdigest(), b"1")
     store.put(A, bytes(900))

@@ -35,7 +35,7 @@ WRITE = """
 import hashlib, os, sys
 from pathlib import Path
 from unrolled.serving.store.sqlite import SqliteStore
-store = SqliteStore(Path(sys.argv[1]), most_bytes=60_000_000, seconds=1000)
+store = SqliteStore(Path(sys.argv[1]), state_bytes=60_000_000, ttl=1000)
 while True:
     value = os.urandom(135_000)
     key = hashlib.sha256(value).hexdigest()

@@ -12,14 +12,14 @@ class MemoryStore:
     """A store in memory, with the limits of `open_store`. For its methods, see `Store`.
 
     Args:
-        most_bytes, seconds: as in `open_store`.
+        state_bytes, ttl: as in `open_store`.
         now: a clock in seconds.
     """
 
     def __init__(
-        self, most_bytes: int | None, seconds: float | None, now: Callable[[], float] = time.monotonic
+        self, state_bytes: int | None, ttl: float | None, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self._most, self._seconds, self._now = most_bytes, seconds, now
+        self._most, self._seconds, self._now = state_bytes, ttl, now
         self._lock = threading.Lock()
         self._values: OrderedDict[str, bytes] = OrderedDict()  # the least recently used first
         self._used: dict[str, float] = {}

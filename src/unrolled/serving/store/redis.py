@@ -30,7 +30,7 @@ class RedisStore:
 
     Args:
         url: "redis://HOST:PORT/DB", with "USER:PASSWORD@" before the host if Redis requires them.
-        seconds: as in `open_store`; a session that is not used for this time is dropped too.
+        ttl: as in `open_store`; a session that is not used for this time is dropped too.
 
     Raises:
         ValueError: the address is wrong.
@@ -38,7 +38,7 @@ class RedisStore:
         ImportError: the library redis is missing.
     """
 
-    def __init__(self, url: str, seconds: float | None = None) -> None:
+    def __init__(self, url: str, ttl: float | None = None) -> None:
         try:
             import redis
             from redis.backoff import NoBackoff
@@ -46,7 +46,7 @@ class RedisStore:
         except ImportError as error:
             raise ImportError(f"a store in Redis needs redis: {how_to_install('store')}") from error
         self._error: Any = redis.RedisError
-        self._milliseconds = None if seconds is None else max(1, round(1000 * seconds))
+        self._milliseconds = None if ttl is None else max(1, round(1000 * ttl))
         try:
             address = urlsplit(url)
             self._place = f"{address.hostname}:{address.port or 6379}"  # without a password

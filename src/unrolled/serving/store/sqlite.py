@@ -64,12 +64,12 @@ class SqliteStore:
 
     Values that no session points to are dropped before values that a session points to, and the least
     recently used before others. One `put` drops at most 64 values, so after a large value, the file may be
-    above `most_bytes` for a while. The file never shrinks: the space of dropped values is used again. The use
-    of a value is noted at most once a minute, or 20 times in `seconds`, so a value may stay that much longer.
+    above `state_bytes` for a while. The file never shrinks: the space of dropped values is used again. The
+    use of a value is noted at most once a minute, or 20 times in `ttl`, so a value may stay that much longer.
 
     Args:
         path: the file; the file and its folder are made if needed.
-        most_bytes, seconds: as in `open_store`.
+        state_bytes, ttl: as in `open_store`.
         now: a clock in seconds that all processes share.
 
     Raises:
@@ -80,12 +80,12 @@ class SqliteStore:
     def __init__(
         self,
         path: Path,
-        most_bytes: int | None = None,
-        seconds: float | None = None,
+        state_bytes: int | None = None,
+        ttl: float | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._path, self._most, self._seconds, self._now = path, most_bytes, seconds, now
-        self._stale = STALE if seconds is None else min(STALE, seconds / 20)
+        self._path, self._most, self._seconds, self._now = path, state_bytes, ttl, now
+        self._stale = STALE if ttl is None else min(STALE, ttl / 20)
         self._lock = (
             threading.Lock()
         )  # one connection for all threads: its calls take less than a millisecond
@@ -229,7 +229,7 @@ class SqliteStore:
                 self._db.execute("UPDATE states SET used = ? WHERE key = ?", (now, key))
 
     def _drop_old(self, now: float) -> None:
-        """Drop values that were not used for `seconds`, and the sessions that point to them."""
+        """Drop values that were not used for `ttl`, and the sessions that point to them."""
         if self._seconds is None:
             return
         old = self._db.execute(TOO_OLD, (self._oldest(now), MOST_DROPPED)).fetchall()
