@@ -126,16 +126,16 @@ def check_dynamic_length(make: Maker, supports: Supports) -> None:
 
     With default options, the lengths are 8 to 1,000, longer than any default block, chunk or window, since
     short and long inputs often take different paths. With other options, which may limit the length, they are
-    8 to 64. Head shapes and rotary positions are the same code in both directions, so they are tried in one
-    direction only. Each export takes long, so they are tried in one module, with all of these options that
-    the mechanism accepts together. A mechanism without the claim must fail with its default options;
-    otherwise it should make the claim.
+    8 to 64. Head shapes and rotary positions are the same code in both directions and with other options, so
+    they are tried in one direction and with default options only. Each export takes long, so they are tried
+    in one module, with all of these options that the mechanism accepts together. A mechanism without the
+    claim must fail with its default options; otherwise it should make the claim.
     """
     if make.options and not supports.dynamic_length:
         return
     longest = 64 if make.options else 1000
     for place, causal in enumerate(directions(supports)):
-        together = None if place else claimed_together(make, causal)
+        together = None if place or make.options else claimed_together(make, causal)
         for variant, module in [("default", make(causal=causal)), *([together] if together else [])]:
             if (error := _export_error(module, make, longest)) is None:
                 continue
