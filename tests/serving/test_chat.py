@@ -20,8 +20,9 @@ HELLO = [
 ]
 
 
-def talking(engine: FakeEngine, template: str = TEMPLATE, **changes: Any) -> Any:
+def talking(engine: FakeEngine, template: str = TEMPLATE, end: str = "", **changes: Any) -> Any:
     text = VocabularyText(Vocabulary("text"))
+    text.ends = [[ord(each)] for each in end]
     text.chat_template, text.special_tokens = template, {"bos_token": "<s>"}
     return served(engine, text=text, **changes)
 
@@ -113,7 +114,7 @@ def test_what_follows_a_state_is_what_follows_the_answer_in_the_whole_conversati
     script: str, end: str
 ) -> None:
     engine = FakeEngine(script=list(script.encode()))
-    http = client(talking(engine, TURNS))
+    http = client(talking(engine, TURNS, end="["))
     told = [{"role": "user", "content": "hi"}]
     found = post(http, CHAT, messages=told, keep=True, max_tokens=len(script))
     onward = [{"role": "user", "content": "why?"}]
@@ -123,6 +124,15 @@ def test_what_follows_a_state_is_what_follows_the_answer_in_the_whole_conversati
     post(http, CHAT, messages=told + answer + onward, max_tokens=1)
     read = bytes(engine.jobs[0].tokens).decode() + script + bytes(engine.jobs[1].tokens).decode()
     assert bytes(engine.jobs[2].tokens).decode() == read
+
+
+@pytest.mark.parametrize("script", ["you", "ok\n"])
+def test_the_last_token_of_an_answer_that_was_cut_off_is_no_end(script: str) -> None:
+    engine = FakeEngine(script=list(script.encode()))
+    http = client(talking(engine, end="["))
+    state = post(http, CHAT, messages=HELLO, keep=True, max_tokens=len(script))["state"]
+    post(http, CHAT, messages=[{"role": "user", "content": "why?"}], state=state, max_tokens=1)
+    assert bytes(engine.jobs[1].tokens) == b"\nuser: why?\nassistant:"
 
 
 SYSTEM_FIRST = (

@@ -270,17 +270,21 @@ def test_a_prompt_of_another_owner_is_read_again():
     assert cached == [0, 0, 29]
 
 
-def test_short_prompts_are_read_before_the_next_block(monkeypatch):
-    monkeypatch.setattr("unrolled.serving.engine.BLOCK_SECONDS", 10.0)
-    submitted = threading.Event()
+def reading_after(event, model, **options):
+    """Make an engine that reads no prompt before an event."""
 
     class Runner(PlanRunner):
         def read(self, tokens, state, wanted):
-            submitted.wait(10)
+            event.wait(10)
             return super().read(tokens, state, wanted)
 
-    model = decoder()
-    engine = Engine(Runner(plan(model)), digest=DIGEST)
+    return Engine(Runner(plan(model)), digest=DIGEST, **options)
+
+
+def test_short_prompts_are_read_before_the_next_block(monkeypatch):
+    monkeypatch.setattr("unrolled.serving.engine.BLOCK_SECONDS", 10.0)
+    model, submitted = decoder(), threading.Event()
+    engine = reading_after(submitted, model)
 
     async def go():
         runs = [engine.submit(job(model, [n, 0], 1)) for n in range(20)]
@@ -420,14 +424,17 @@ def test_what_has_no_room_is_refused_or_waits():
     assert tokens == expected(model, [2], 200)
 
 
-def test_the_queue_is_for_what_finds_no_free_row():
-    model = decoder()
-    engine = made(model, rows=8, queue=2)
+@pytest.mark.parametrize("rows", [(2, 2, 2, 2, 2, 2), (2, 8, 1)])
+def test_the_queue_is_for_what_cannot_start(rows):
+    """Of eight rows; what comes after a job that finds no room waits too."""
+    model, submitted = decoder(), threading.Event()
+    engine = reading_after(submitted, model, rows=8, queue=2)
 
     async def go():
-        runs = [engine.submit(job(model, [1], 50, n=2)) for _ in range(6)]
+        runs = [engine.submit(job(model, [1, 0], 5, n=n)) for n in rows]
         with pytest.raises(BusyError):
-            engine.submit(job(model, [1], 50, n=2))
+            engine.submit(job(model, [1, 0], 5))
+        submitted.set()
         await asyncio.gather(*map(result, runs))
 
     asyncio.run(go())

@@ -1,8 +1,10 @@
 """Text and ids, stop texts and chat templates."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from unrolled.data._tokenizer import TextTokenizer
 from unrolled.interop.hf.convert import character_tokenizer
 from unrolled.serving.choices import Choice
 from unrolled.serving.jobs import Drawn
+from unrolled.serving.routes.continuing import encode
 from unrolled.serving.stops import StopFinder, Watch
 from unrolled.serving.templates import render
 from unrolled.serving.text import Text, TokenizerText, VocabularyText
@@ -162,6 +165,21 @@ def test_no_blank_is_put_into_the_middle_of_a_text(name: str, rest: str, tmp_pat
     assert text.decode(before + within) == text.decode(before) + rest.removesuffix("<s>")
     if rest and not rest.startswith(" "):
         assert within != text.encode(rest)
+
+
+@pytest.mark.parametrize("name", prepending())
+@pytest.mark.parametrize("after", ["<s>\nthe mat", "<s>the mat<s>", "the mat"])
+def test_what_follows_an_end_token_is_read_as_in_the_whole_text(
+    name: str, after: str, tmp_path: Path
+) -> None:
+    prepending()[name].save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
+    text = TokenizerText(tmp_path)
+    [[end]] = text.ends
+    state: Any = SimpleNamespace(pending=end)
+    ids = asyncio.run(encode(text, after, "messages", state, special=True))
+    whole = "the cat<s>" + after.removeprefix("<s>")
+    assert [*text.encode("the cat"), end, *ids] == text.encode(whole, special=True)
 
 
 @given(st.lists(st.integers(0, len(TOKENIZERS["bytes"].get_vocab()) + 3), max_size=30), st.text(max_size=5))

@@ -38,3 +38,5 @@ def test_each_client_has_its_order_and_nobody_is_passed_over_twice(actions):
                 waited[action] = 0
             held.append(item)
         assert len(queue) == len(held)
+    in_turn = list(queue)
+    assert in_turn == [queue.take() for _ in held]

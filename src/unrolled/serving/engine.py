@@ -46,10 +46,6 @@ class _Entry:
     def client(self) -> str:
         return self.job.client
 
-    def fit(self, rows: int, memory: int) -> int:
-        """Return for how many jobs like this one there is room in that many rows and bytes."""
-        return min(rows // len(self.job.keys), memory // max(self.nbytes, 1))
-
 
 class Engine:
     """Runs jobs on one model.
@@ -60,7 +56,7 @@ class Engine:
         rows: maximum number of continuations at a time.
         memory: maximum memory in bytes for the states of all running jobs.
         prefix_memory: maximum memory in bytes for the prompts and states that are kept for other prompts.
-        queue: maximum number of jobs that wait, besides those for which there is room.
+        queue: maximum number of jobs that wait for others to end.
         chunk: maximum number of tokens of a prompt that are read at once.
         threads: number of threads of the kernels; None for that of torch.
 
@@ -113,18 +109,26 @@ class Engine:
             raise TooLargeError(f"the states would take {entry.nbytes} bytes, but {self.memory} are the most")
         if len(job.keys) > self._writing.count:
             raise TooLargeError(f"{len(job.keys)} continuations, but {self._writing.count} are the most")
-        most = self.queue + entry.fit(self._writing.count, self.memory)
-        if job.together > most:
+        at_once = min(self._writing.count // len(job.keys), self.memory // max(entry.nbytes, 1))
+        if job.together > (most := at_once + self.queue):
             raise TooLargeError(f"{job.together} prompts, but {most} are the most")
         with self._changed:
             if self._draining:
                 raise StoppingError("the server is shutting down")
-            starting = entry.fit(self._writing.unreserved, self.memory - self._used)
-            if len(self._waiting) >= self.queue + starting:
+            if self._blocked([*self._waiting, entry]) > self.queue:
                 raise BusyError(f"{len(self._waiting)} requests are waiting already")
             self._waiting.add(entry)
             self._changed.notify()
         return entry.run
+
+    def _blocked(self, entries: list[_Entry]) -> int:
+        """Return how many of these jobs, which start in this order, would have to wait for others to end."""
+        rows, memory = self._writing.unreserved, self.memory - self._used
+        for place, entry in enumerate(entries):
+            rows, memory = rows - len(entry.job.keys), memory - entry.nbytes
+            if rows < 0 or memory < 0:
+                return len(entries) - place
+        return 0
 
     @property
     def most(self) -> int:
@@ -229,8 +233,8 @@ class Engine:
                 if not self._writing.reserve(len(entry.job.keys)):
                     return
                 self._waiting.take()
+                self._used += entry.nbytes
             self._running[entry.run] = entry
-            self._used += entry.nbytes
             try:
                 self._reading.append(Reading(entry.run, self.runner, self._prefixes))
             except Exception as error:  # of any type: it must end only this job, not the engine

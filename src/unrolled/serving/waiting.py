@@ -1,7 +1,7 @@
 """A queue in which clients take turns."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 
@@ -22,6 +22,15 @@ class Waiting(Generic[Item]):
 
     def __len__(self) -> int:
         return self._size
+
+    def __iter__(self) -> Iterator[Item]:
+        """Go through the items in the order in which `take` returns them."""
+        queues = deque(deque(queue) for queue in self._queues.values())
+        while queues:
+            queue = queues.popleft()
+            yield queue.popleft()
+            if queue:
+                queues.append(queue)
 
     def add(self, item: Item) -> None:
         """Add an item after the other items of its client."""

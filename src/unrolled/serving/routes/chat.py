@@ -9,7 +9,6 @@ from starlette.responses import JSONResponse, Response
 
 from unrolled.serving.choices import chat_logprobs
 from unrolled.serving.gone import unless_gone
-from unrolled.serving.model import Served
 from unrolled.serving.protocol.answers import ChatCompletion, answers
 from unrolled.serving.protocol.chat import MOST_TOKENS, ChatRequest, choice
 from unrolled.serving.protocol.errors import invalid
@@ -32,8 +31,7 @@ async def chat(body: ChatRequest, request: Request) -> Response:
             f"the model {served.name} has no chat template: ask /v1/completions", "model", "no_chat_template"
         )
     state = await state_of(request, body, served)
-    rendered = _rendered(served, served.text, body, state)
-    prompt = await encode(served.text, rendered, "messages", special=True, within=state is not None)
+    prompt = await encode(served.text, _rendered(served.text, body, state), "messages", state, special=True)
     continuing = Continuing.start(
         request,
         served,
@@ -51,24 +49,17 @@ async def chat(body: ChatRequest, request: Request) -> Response:
     return JSONResponse(await unless_gone(request, answer.whole()))
 
 
-def _rendered(served: Served, text: Text, body: ChatRequest, state: Snapshot | None) -> str:
-    """Return the text to read: all messages, or after a state what the messages add to it.
-
-    If the last token of the state is the one that ends an answer, it is not read again.
-    """
+def _rendered(text: Text, body: ChatRequest, state: Snapshot | None) -> str:
+    """Return the text to read: all messages, or after a state what follows the answer in which it ends."""
     messages, template = [x.plain() for x in body.messages], text.chat_template or ""
     try:
         if state is None:
             return render(template, messages, text.special_tokens)
         if not messages:
             return ""
-        rendered = render_after(template, messages, text.special_tokens)
+        return render_after(template, messages, text.special_tokens)
     except ValueError as error:
         raise invalid(str(error), "messages") from None
-    if state.pending == served.vocab_size:  # the start symbol, which has no text
-        return rendered
-    before, end, after = rendered.partition(text.piece(state.pending))
-    return after if end and not before.strip() else rendered
 
 
 class _Answer:

@@ -35,8 +35,7 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
         )
     state = await state_of(request, body, served)
     prompts = [
-        await encode(served.text, x, "prompt", within=state is not None) if isinstance(x, str) else x
-        for x in body.prompts
+        await encode(served.text, x, "prompt", state) if isinstance(x, str) else x for x in body.prompts
     ]
     continuing = Continuing.start(
         request,

@@ -33,19 +33,26 @@ async def state_of(request: Request, body: TextContinuation, served: Served) -> 
 
 
 async def encode(
-    text: Text, given: str, param: str, *, special: bool = False, within: bool = False
+    text: Text, given: str, param: str, state: Snapshot | None = None, *, special: bool = False
 ) -> list[int]:
-    """Return the ids of a text; see `Text.encode`.
+    """Return the ids of a text that is read from the start, or after a state; see `Text.encode`.
+
+    If the state ends in a token that ends texts, such as that of a turn in a chat, and the text begins with
+    this token, it is not read again.
 
     Raises:
         ApiError: the text has a character outside the vocabulary.
     """
+    ended = state is not None and [state.pending] in text.ends
+    encoded = partial(text.encode, given, special=special, within=state is not None and not ended)
     try:
-        if len(given) > LONG:
-            return await asyncio.to_thread(text.encode, given, special=special, within=within)
-        return text.encode(given, special=special, within=within)
+        ids = await asyncio.to_thread(encoded) if len(given) > LONG else encoded()
     except ValueError as error:
         raise invalid(f"{param}: {error}", param) from None
+    if state is not None and ended and special and state.pending in ids:
+        place = ids.index(state.pending)
+        return ids if text.decode(ids[:place]).strip() else ids[place + 1 :]
+    return ids
 
 
 def check_ids(ids: list[int], vocab_size: int, param: str) -> list[int]:
