@@ -82,6 +82,7 @@ def test_what_the_library_refuses_is_one_sentence_and_the_run_can_begin_later(
     train = ["train", *SMALL, f"run_dir={tmp_path / 'run'}", "train.steps=10", "--wandb", "papers"]
     monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
     assert error(*train) == "--wandb: api_key not configured"
+    (tmp_path / "run" / "wandb-id.txt").touch()  # as if the next write had failed
     monkeypatch.setattr(sys.modules["wandb"], "init", project.init)
     works(*train)
     before = everything(tmp_path / "run")

@@ -114,6 +114,16 @@ def test_an_outdated_model_goes_once_the_new_run_has_begun(tmp_path):
         model.touch()
 
 
+@pytest.mark.parametrize("step", [9, 21, 33])
+def test_a_model_that_is_saved_again_does_not_change_the_schedule(tmp_path, step):
+    options = {"schedule": "plateau", "lr": 0.3, "warmup_steps": 0}
+    run(tmp_path / "cut", steps=step, **options)
+    (tmp_path / "cut" / "model.safetensors").unlink()
+    for folder in ("cut", "whole"):
+        run(tmp_path / folder, steps=60, **options)
+    assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+
+
 @pytest.mark.parametrize("step", [8, 12])
 def test_a_lost_model_is_saved_again(tmp_path, step):
     """Evaluations follow steps 3, 6, 9 and 12; the model of the last two is the best that is left."""

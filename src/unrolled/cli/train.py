@@ -102,7 +102,7 @@ def train(
     from unrolled import training
     from unrolled.cli import run_config
     from unrolled.cli._device import choose
-    from unrolled.cli._wandb import Tracker
+    from unrolled.cli._wandb import ID_FILE, Tracker
     from unrolled.folders import RUN_FILE, check_folder, contents
     from unrolled.models.saving import PLAN_FILE, WEIGHTS_FILE
     from unrolled.training.processes import joined
@@ -116,7 +116,7 @@ def train(
             def made_before() -> bool:
                 found = contents(run.run_dir)
                 begun = {"last.safetensors", "last.json"} & found or not {WEIGHTS_FILE, PLAN_FILE} & found
-                return (RUN_FILE in found and bool(begun)) or found == {"wandb"}  # its library failed there
+                return (RUN_FILE in found and bool(begun)) or found <= {"wandb", ID_FILE}  # it failed there
 
             if processes.first:
                 what = "a run of unrolled train with its checkpoint"

@@ -94,7 +94,7 @@ class TokensDataset(BaseDataset):
 
     @property
     def ids_checksum(self) -> str:
-        """SHA-256 of the checksums that `unrolled tokenize` has written; the ids are not read."""
+        """SHA-256 of the checksums of the shards; the ids are not read. Shards of another size change it."""
         parts = [part for corpus in self._corpora for part in corpus.index.parts]
         digests = [part.shards[split].sha256 for part in parts for split in sorted(part.shards)]
         return hashlib.sha256(repr(digests).encode()).hexdigest()

@@ -160,16 +160,18 @@ class _Run:
         self.started = config.now() - p.seconds
         if not resumed:
             self._save_checkpoint()  # so that a run killed early restarts from the same weights
-        if first and p.best_val is None:
-            for name in outdated:
-                (self.run_dir / name).unlink(missing_ok=True)
+        with self.state.processes.agreed():
+            if first and p.best_val is None:
+                for name in outdated:
+                    (self.run_dir / name).unlink(missing_ok=True)
+        evaluated = p.evaluated
         if self.state.processes.from_first(any(not (self.run_dir / name).exists() for name in p.saved)):
-            p.best_val, p.evaluated = None, min(p.evaluated, p.step - 1)  # the model is lost
+            p.best_val, evaluated = None, min(p.evaluated, p.step - 1)  # the model is lost
         with ExitStack() as stack:
             log: RunLog = SilentLog()
             with self.state.processes.agreed():
                 if first:
-                    after = (p.step, p.evaluated) if resumed else None
+                    after = (p.step, evaluated) if resumed else None
                     file = self.run_dir / "log.jsonl"
                     opened = open_log(file, after=after, tensorboard=tensorboard, on_line=on_line)
                     log = stack.enter_context(opened)
@@ -253,9 +255,9 @@ class _Run:
     def _evaluate_if_due(self, log: RunLog) -> None:
         """Evaluate, update the schedule and the log, and save the weights if they are the best so far."""
         p, config, state = self.state.progress, self.config, self.state
-        lost = bool(p.saved) and p.best_val is None
-        due = p.step % config.eval_every == 0 or config.is_over(p.step, p.seconds) or lost
-        if not due or p.evaluated == p.step:
+        lost, again = bool(p.saved) and p.best_val is None, p.evaluated == p.step
+        regular = p.step % config.eval_every == 0
+        if not lost and (again or not (regular or config.is_over(p.step, p.seconds))):
             return
         try:
             p.last_val = evaluate(
@@ -266,7 +268,7 @@ class _Run:
         if not math.isfinite(p.last_val):
             error = FloatingPointError(f"the validation loss after step {p.step} is {p.last_val}: lower lr")
             raise state.processes.fail(error)
-        if p.step % config.eval_every == 0:  # not the final one, which a longer run would not have
+        if regular and not again:  # not the final one, which a longer run would not have
             state.schedule.observe(p.last_val)
         if p.best_val is None or p.last_val < p.best_val:
             p.best_val = p.last_val
