@@ -34,7 +34,7 @@ class Alignment(ChecksOptions, nn.Module):
 
     A mechanism derives from this class and defines `scores`, which compares what `project_query` and
     `project_memory` return. A mechanism that computes more than a softmax of the scores overrides `weigh`.
-    Padding of the memory is masked, on any side; a row of padding only gives 0. Sums are computed in fp32
+    Padding of the memory is masked, on any side; a row that is all padding gives 0. Sums are computed in fp32
     (fp64 for fp64 weights); the outputs have the type of the query.
 
     Args:

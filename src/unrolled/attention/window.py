@@ -4,8 +4,8 @@ r"""Window attention: softmax attention of each token to the tokens near it; the
     W_i = { i + m d : -left <= m <= right }
 
 With dilation d a window reads every d-th token and reaches d times as far. Each head may have its own
-dilation. A layer reaches left d tokens back, and the reaches of several layers add up. In a run token by
-token, the state is the last left d keys and values.
+dilation. A layer reaches left d tokens back, and the reaches of several layers add up. Run token by
+token, its state is the keys and values of the last left * d tokens.
 
 Beltagy et al. 2020, "Longformer", arXiv 2004.05150, section 3.1; causal and with d = 1, the sliding window of
 Mistral 7B (Jiang et al. 2023, arXiv 2310.06825, section 2).

@@ -37,11 +37,11 @@ def generate(
 ) -> list[Tensor]:
     """Continue each prompt `num_samples` times.
 
-    The prompts are prefilled once, in parallel; the state is forked for the samples and stepped token by
-    token. The logits go through `repetition_penalty`, `temperature`, `top_k`, `top_p` and `min_p`, in this
-    order. Each row has its own random stream (`sampling.uniform`), determined by the seed, the index of the
-    prompt and the index of the sample, so it does not depend on the other rows. The model runs in
-    evaluation mode without gradients; its mode is restored afterwards.
+    The prompts are read once, in parallel. The state is then forked for the samples, and each sample is
+    generated token by token. The logits go through `repetition_penalty`, `temperature`, `top_k`, `top_p` and
+    `min_p`, in this order. Each row has its own random stream (`sampling.uniform`), determined by the seed,
+    the index of the prompt and the index of the sample, so it does not depend on the other rows. The model
+    runs in evaluation mode without gradients; its mode is restored afterwards.
 
     On a CPU, a plan runs the model if `unrolled.decode.plan` supports it. The plan is made for this call and
     takes as much memory as the weights. To make it only once, keep a plan and call `plan.generate`.

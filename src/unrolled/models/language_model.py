@@ -22,9 +22,9 @@ class TokenMasks(TypedDict, total=False):
 class LanguageModel(SavedModel, Generic[State]):
     """Reads token ids, and predicts a distribution over the next token at every position.
 
-    `forward` reads whole sequences; `prefill` and `step` give the same results from a state, which they never
-    change, however a sequence is split into calls. A model derives from this class, defines `init_state`,
-    `read_all`, `read_some` and `read_one`, and makes `embedding` and `head`.
+    `forward` reads whole sequences. `prefill` and `step` continue from a state, which they never modify. The
+    results are the same, however a sequence is split into calls. A model derives from this class, defines
+    `init_state`, `read_all`, `read_some` and `read_one`, and makes `embedding` and `head`.
     """
 
     n_ids: int  # of the vocabulary, and the start symbol where there is one
@@ -91,7 +91,7 @@ class LanguageModel(SavedModel, Generic[State]):
     def loss_from(
         self, inputs: Tensor, targets: Tensor, state: State, *, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """Mean loss, as in `loss`, of the tokens that follow those that `state` has read; and the new state.
+        """Return the mean loss, as in `loss`, of a sequence that continues from `state`, and the new state.
 
         Args:
             inputs: [B, T] long.

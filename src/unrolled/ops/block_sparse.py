@@ -46,7 +46,9 @@ def block_sparse_attention(
     key_padding_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend from each block of queries to its list of blocks of keys (equations above).
+    """Attend from each block of queries to its list of blocks of keys.
+
+    The equations are in `unrolled.ops.block_sparse`.
 
     Args:
         q: queries `[B,T,H,D]`; the last block may be short.

@@ -19,9 +19,9 @@ class TrainConfig(Checked):
 
     Attributes:
         steps: optimiser updates in the whole run.
-        seconds: train for this many seconds instead of for `steps` updates. Evaluations and checkpoints
-            count, except the last ones. The cosine schedule follows the time. The number of updates depends
-            on the machine, so two such runs do not end with equal weights.
+        seconds: train for this many seconds instead of for `steps` updates. This includes the
+            time of evaluations and checkpoints, except the last ones. The cosine schedule follows the time.
+            The number of updates depends on the machine, so two such runs do not end with equal weights.
         clock: the clock of `seconds`: "wall", or "cpu", which is the CPU time of the process, summed over all
             threads, so that other work on the machine hardly shortens a run.
         batch_size: examples per micro-batch; an update sees `batch_size * accumulate` examples, whatever the

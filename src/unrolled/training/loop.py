@@ -82,8 +82,8 @@ def train(
         progress: show a progress bar.
         tensorboard: also log to `run_dir/tensorboard`.
         metadata: plain JSON to keep in the checkpoint, such as the options of the data set.
-        on_start: called once, after all checks and before any write, with whether the run resumes from a
-            checkpoint; use it to add files to the folder.
+        on_start: called as `on_start(resumed)`, once, after all checks and before any file is written;
+            `resumed` says whether the run resumes from a checkpoint. Use it to add files to the folder.
         outdated: names of files in the folder that hold the model of an earlier run. They are removed once
             this run has written a checkpoint, unless it has already saved its own model.
         on_line: called on the first process with each line of the log, a dict with "event" and "step"; use it

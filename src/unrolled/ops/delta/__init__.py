@@ -54,7 +54,9 @@ def delta_rule(
     cu_seqlens: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The delta rule over whole sequences, by chunks (equations above).
+    """The delta rule over whole sequences, by chunks.
+
+    The equations are in `unrolled.ops.delta`.
 
     Args:
         q: queries `[B,T,H,D]`; they are not scaled.

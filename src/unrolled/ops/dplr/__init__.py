@@ -39,7 +39,9 @@ def dplr(
     cu_seqlens: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The rule over whole sequences, by chunks (equations above).
+    """The rule over whole sequences, by chunks.
+
+    The equations are in `unrolled.ops.dplr`.
 
     Args:
         q: queries `[B,T,H,D]`; they are not scaled.

@@ -99,7 +99,9 @@ def linear_attention(
     feature_map: FeatureMap | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, LinearState]:
-    """Attention with weights q_i . k_j, in time and memory linear in the length (equations above).
+    """Attention with weights q_i . k_j, in time and memory linear in the length.
+
+    The equations are in `unrolled.ops.linear`.
 
     Args:
         q: query features `[B,T,H,R]`.
@@ -114,14 +116,14 @@ def linear_attention(
         return_state: also return the state after the last key.
         normalize: divide by q_i . z; a query whose divisor is 0 (nothing to attend to) gets 0. If False, the
             output is a sum over all keys, which may overflow if `v` is fp16.
-        feature_map: a map to apply to q and k, which are then given unmapped, with width D. `Elu`, `Relu` and
-            `SquaredRelu` are applied as q and k are read, so that no features are kept for the backward pass.
+        feature_map: a map to apply to q and k, which then have the width D of a head instead of R. With
+            `Elu`, `Relu` and `SquaredRelu`, no features are kept for the backward pass.
         backend: "triton", "native" for the C++ kernels of a CPU, or "plain" for the PyTorch form, for tests
             and benchmarks; None selects the fastest.
 
     Returns:
         `o [B,T,H,M]` in the dtype of `v`, and with `return_state` the `LinearState`. Sums are kept in fp32
-        (fp64 for fp64 inputs). Gradients of any order reach every input and pass through both states.
+        (fp64 for fp64 inputs). Every input and both states have gradients of any order.
 
     Raises:
         ValueError: an argument of the wrong shape or type; decreasing offsets; a positive `log_decay`, which
@@ -174,7 +176,7 @@ def linear_attention_step(
         state: `kv [B,G,R,M]`, `k_sum [B,G,R]`; it is not modified.
         log_decay: `[B,G]`, at most 0.
         normalize: divide by q . z'.
-        feature_map: a map to apply to q and k, which are then given unmapped, with width D.
+        feature_map: a map to apply to q and k, which then have the width D of a head instead of R.
 
     Returns:
         `o [B,H,M]` in the dtype of `v`, and the new state.

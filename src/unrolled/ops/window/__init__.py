@@ -70,7 +70,9 @@ def window_attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention to a window of keys, in time and memory proportional to T x window (equations above).
+    """Softmax attention to a window of keys, in time and memory proportional to T x window.
+
+    The equations are in `unrolled.ops.window`.
 
     Args:
         q: queries `[B,T,H,D]`.
