@@ -209,7 +209,7 @@ export class Writing {
     view.end();
     const forgotten = run.failure?.code === "unknown_state" ? this.tree.pieces.get(owner?.id) : null;
     if (forgotten) forgotten.lost = true;
-    const kept = run.written !== "" || (run.state !== null && typed !== "");
+    const kept = run.written !== "" || (run.state !== null && (typed !== "" || run.finish === "length"));
     if (kept) this.add(base, typed, run, run.finish);
     this.keep();
     this.finish(run, kept, base, typed, draft);
