@@ -97,8 +97,8 @@ export class Pad {
 
   press(event) {
     if (event.button !== 0 || this.pointer !== null) return; // a second finger draws nothing
-    this.pointer = event.pointerId;
     this.canvas.setPointerCapture(event.pointerId);
+    this.pointer = event.pointerId;
     this.last = this.spot(event);
     this.stroke(this.last, this.last);
     this.paint();
