@@ -43,7 +43,7 @@ def run_demo(out: Path, *arguments: str) -> Result:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
-    out = tmp_path_factory.mktemp("runs") / "demo"
+    out = tmp_path_factory.mktemp("runs") / "my demo"
     result = run_demo(out)
     assert result.exit_code == 0, result.output
     return out, result
@@ -109,6 +109,8 @@ def test_the_settings_are_the_command_that_makes_them(finished, figures):
     text = unescape(re.search(r"<pre><code>(.*?)</code></pre>", html, re.DOTALL)[1])
     program, job, *overrides = shlex.split(text.replace("\\\n", ""))
     assert (program, job) == ("unrolled", "train")
+    generating = unescape(re.search(r"<code>(unrolled generate .*?)</code>", html)[1])
+    assert shlex.split(generating) == ["unrolled", "generate", str(finished[0])]
     run = resolve(read(None, overrides))
     assert jsonable(run.model) == figures["model"]["config"]
     assert jsonable(run.train) == figures["training"]["config"]

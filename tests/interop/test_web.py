@@ -95,8 +95,11 @@ def test_a_page_is_complete(run, runtime, tmp_path):
 
     record = json.loads((out / "runtime" / "runtime.json").read_text())
     assert list(record["builds"]) == ["wasm"]
-    for name in WASM:
+    names = record["builds"]["wasm"].values()
+    assert [Path(name).suffix for name in names] == [".js", ".wasm"]  # plain servers know .js, but not .mjs
+    for name, published in zip(names, WASM, strict=True):
         content = (out / "runtime" / name).read_bytes()
+        assert content == FILES[published]
         assert record["files"][name] == {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
     assert "MIT License" in (out / "runtime" / "LICENSE.txt").read_text()
     assert (out / "runtime" / "ThirdPartyNotices.txt").stat().st_size > 1000
@@ -307,12 +310,12 @@ def test_models_of_other_numbers_of_ids_do_not_stand_side_by_side(runtime, tmp_p
 
 
 def test_the_server_is_local_and_has_the_mime_types_of_modules(tmp_path):
-    (tmp_path / "a.mjs").write_text("")
+    (tmp_path / "a.js").write_text("")
     (tmp_path / "a.wasm").write_text("")
     with _page.make_server(tmp_path) as server:
         assert server.server_address[0] == "127.0.0.1"
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
-        for name, kind in {"a.mjs": "text/javascript", "a.wasm": "application/wasm"}.items():
+        for name, kind in {"a.js": "text/javascript", "a.wasm": "application/wasm"}.items():
             with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/{name}") as answer:
                 assert answer.headers["Content-Type"] == kind
         server.shutdown()

@@ -165,17 +165,51 @@ def test_states_are_kept_and_continued(n: int, prompt: Any, stream: bool) -> Non
         *chunks, _ = streamed(http, **body)
         ends = [x for x in chunks if x["choices"][0]["finish_reason"]]
         ids = [x.get("state") or x["choices"][0]["state"] for x in ends]
+        told = "".join(c["text"] for x in chunks for c in x["choices"] if c["index"] == 0)
         assert ("state" in ends[0]) == (len(ends) == 1)
     else:
         found = post(http, **body)
         ids = [found["state"]] if "state" in found else [x["state"] for x in found["choices"]]
+        told = found["choices"][0]["text"]
         assert ("state" in found) == (len(found["choices"]) == 1)
     assert set(ids) == states.kept.keys()
     onward = post(http, prompt="", state=ids[0], temperature=0, max_tokens=3)
-    assert onward["choices"][0]["text"] == text_of(greedy("ab", 7))[len(text_of(greedy("ab", 4))) :]
+    assert told + onward["choices"][0]["text"] == text_of(greedy("ab", 7))
     assert onward["usage"]["prompt_tokens"] == 6
     assert onward["usage"]["prompt_tokens_details"] == {"cached_tokens": 6}
     assert "state" not in onward
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_character_may_be_cut_between_two_answers(stream: bool) -> None:
+    states, parts, told, state = FakeStates(), ["a€".encode()[:-2], b"\x82", b"\xacb\xe2"], [], None
+    for script in [*parts, b"cd"]:
+        http = client(served(FakeEngine(script=[*script])), states=states)
+        body = {"prompt": "" if state else "x", "max_tokens": len(script), "keep": True, "logprobs": 0}
+        body |= {"state": state} if state else {}
+        if stream:
+            *chunks, _ = streamed(http, **body)
+            told.append("".join(x["choices"][0]["text"] for x in chunks))
+            state = chunks[-1]["state"]
+        else:
+            found = post(http, **body)
+            told.append(found["choices"][0]["text"])
+            state = found["state"]
+        file = http.get(f"/v1/states/{state}").content
+        assert http.put(f"/v1/states/{state}", content=file).status_code == 200
+    assert told == ["a", "", "€b", "\ufffdcd"]
+
+
+def test_a_character_that_no_other_answer_can_complete_is_shown_as_broken() -> None:
+    states = FakeStates()
+    http = client(served(FakeEngine(script=[*b"a\xc3"])), states=states)
+    assert post(http, prompt="x", max_tokens=2)["choices"][0]["text"] == "a\ufffd"
+    state = post(http, prompt="x", max_tokens=2, keep=True)["state"]
+    again = post(http, prompt="", state=state, max_tokens=0, keep=True)["state"]
+    assert again == state  # it holds what the first one holds
+    http = client(served(FakeEngine(script=[0xA9])), states=states)
+    assert post(http, prompt="", state=state, max_tokens=1, stop="é")["choices"][0]["text"] == ""
+    assert post(http, prompt="b", state=state, max_tokens=1)["choices"][0]["text"] == "\ufffd"
 
 
 def test_with_a_state_the_prompt_follows_without_a_start_symbol() -> None:

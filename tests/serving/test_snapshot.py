@@ -49,7 +49,8 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
 
     tensors = {name: tensor() for name in draw(st.lists(names, max_size=5, unique=True))}
     numbers = st.integers(0, 2**48 - 1)
-    return Snapshot(MODEL, draw(numbers) + 1, draw(numbers), tensors)
+    held = draw(st.lists(numbers, max_size=4))
+    return Snapshot(MODEL, draw(numbers) + 1, draw(numbers), tensors, tuple(held))
 
 
 @settings(deadline=None)
@@ -59,6 +60,7 @@ def test_a_file_holds_all_and_is_always_the_same(snapshot: Snapshot, shuffle: ra
     found = Snapshot.of_bytes(content, snapshot.id)
     assert found == snapshot
     assert (found.model, found.length, found.pending) == (snapshot.model, snapshot.length, snapshot.pending)
+    assert found.held == snapshot.held
     assert found.tensors.keys() == snapshot.tensors.keys()
     for name, x in snapshot.tensors.items():
         assert found.tensors[name].dtype == x.dtype
@@ -87,6 +89,8 @@ def test_each_part_changes_the_id() -> None:
         small(model="f" * 64),
         small(length=7),
         small(pending=18),
+        small(held=(17,)),
+        small(held=(1, 7)),
         small(tensors={**tensors, "more": torch.empty(0)}),
         small(tensors={**tensors, "layers.0.kv": kv.reshape(1, 2, 4, 3)}),
         small(tensors={**tensors, "layers.0.kv": kv.view(torch.int32)}),
@@ -134,6 +138,8 @@ def test_what_is_read_can_be_computed_with() -> None:
         ({"length": 2**48 + 1}, f"length must be from 1 to {2**48}, not {2**48 + 1}"),
         ({"pending": -1}, f"pending must be from 0 to {2**48}, not -1"),
         ({"pending": 2**63}, f"pending must be from 0 to {2**48}, not {2**63}"),
+        ({"held": (1, -1)}, f"held must be from 0 to {2**48}, not -1"),
+        ({"held": (1,) * 5}, "held must have at most 4 tokens, not 5"),
         ({"tensors": {"a": torch.ones(2, 3).T}}, "the tensor 'a' must be contiguous and on the CPU"),
         (
             {"tensors": {"a": torch.ones(2, device="meta")}},
@@ -174,6 +180,7 @@ METADATA = {"model": MODEL, "length": "6", "pending": "17", "id": "0" * 64}
         (METADATA | {"length": "06"}, "^the state's metadata have length '06', which"),
         (METADATA | {"length": "6\n"}, r"^the state's metadata have length '6\\n', which"),
         (METADATA | {"pending": "9" * 5000}, "^the state's metadata have pending '9{80}', which"),
+        (METADATA | {"held": "226  130"}, "^the state's metadata have held '', which"),
         (METADATA | {"pending": "9" * 19}, "^pending must be from 0 to "),
         (METADATA | {"length": "0"}, "^length must be from 1 to "),
         (METADATA | {"model": "M" * 1000}, "^model must be 64 hex digits, not 'M{80}'$"),

@@ -43,6 +43,7 @@ def test_ids_are_64_digits(method: str, id: str) -> None:
     [
         ({"model": "cd" * 32}, "foreign_state"),
         ({"pending": 256}, "damaged_state"),
+        ({"held": (256,)}, "damaged_state"),
         ({"tensors": {"other": torch.zeros(1)}}, "damaged_state"),
     ],
 )

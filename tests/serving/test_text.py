@@ -18,6 +18,7 @@ from unrolled.interop.hf.convert import character_tokenizer
 from unrolled.serving.choices import Choice
 from unrolled.serving.jobs import Drawn
 from unrolled.serving.routes.continuing import encode
+from unrolled.serving.snapshot import MOST_HELD
 from unrolled.serving.stops import StopFinder, Watch
 from unrolled.serving.templates import render
 from unrolled.serving.text import Text, TokenizerText, VocabularyText
@@ -73,6 +74,24 @@ def test_a_part_of_a_character_is_held_back_until_the_end(text: Text) -> None:
     read = text.reader()
     assert read(ids[:-1]) == "a"
     assert read([], final=True) == "\ufffd"
+
+
+@given(st.text(max_size=8), st.integers(0, 40))
+def test_a_cut_character_is_completed_by_the_next_reader(folder: Path, given_text: str, cut: int) -> None:
+    (folder / "bytes").mkdir(exist_ok=True)
+    TOKENIZERS["bytes"].save(str(folder / "bytes" / "tokenizer.json"))
+    fallback = TokenizerText(folder / "bytes")
+    named = [TOKENIZERS["bytes"].token_to_id(f"<0x{byte:02X}>") for byte in given_text.encode()]
+    pairs = TokenizerText(folder)
+    learnt = TextTokenizer.learn(["the cat sat on the mat"] * 5, 300)
+    run = TokenizerText(folder, Vocabulary("tokenizer", tokenizer=learnt.to_json(), end=learnt.end))
+    for text in (BYTES, pairs, run, fallback):
+        ids = named if text is fallback else text.encode(given_text)
+        first = text.reader()
+        told = first(ids[:cut])
+        assert len(first.held) <= MOST_HELD
+        second = text.reader(ids[max(0, cut - 1) : cut], first.held)
+        assert told + second(ids[cut:], final=True) == given_text
 
 
 @given(st.lists(st.integers(0, 255), max_size=30), st.data())
@@ -237,9 +256,9 @@ def test_a_stop_text_may_begin_with_the_blank_after_the_prompt(tmp_path: Path) -
     TOKENIZERS["bytes"].save(str(tmp_path / "tokenizer.json"))
     text = TokenizerText(tmp_path)
     hello, world, bare = (TOKENIZERS["bytes"].token_to_id(name) for name in ("▁hello", "▁world", "world"))
-    assert Watch(text, [" world"], [hello], 1)(0, [world]) == 1
-    assert Watch(text, [" world"], [], 1)(0, [world]) is None
-    choice = Choice(text, [hello], [], [])
+    assert Watch(text, [" world"], [hello], [], 1)(0, [world]) == 1
+    assert Watch(text, [" world"], [], [], 1)(0, [world]) is None
+    choice = Choice(text, [hello], [], [], [], False)
     assert choice.take(Drawn(0, [world, world], None, "length")) == " world world"
     assert (text.piece(world), text.piece(bare)) == (" world", "world")
     assert (text.piece(1), text.piece_bytes(1)) == ("<s>", list(b"<s>"))
@@ -333,7 +352,7 @@ def test_what_cannot_be_a_stop_text_is_not_held_back() -> None:
 
 
 def test_a_watch_tells_how_many_tokens_to_keep() -> None:
-    watch = Watch(BYTES, ["é", "stop"], [], 2)
+    watch = Watch(BYTES, ["é", "stop"], [], [], 2)
     assert watch(0, list(b"a st")) is None
     assert watch(1, list(b"ab")) is None
     assert watch(0, list(b"op it")) == 2

@@ -7,7 +7,7 @@ from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
-from browser import IMAGE, TEXT, opened, served, state, wait_for
+from browser import IMAGE, TEXT, opened, run, served, state, wait_for
 
 from unrolled.cli import _page
 
@@ -83,6 +83,25 @@ def test_what_failed_is_tried_again_when_it_is_chosen_again(browser, copy):
         for group in (IMAGE, TEXT):
             browser.find_element("css selector", f"input[value='{group}']").click()
             wait_for(browser, lambda _: state(browser) == "ready")
+        assert len(browser.find_elements("css selector", ".model")) == 2
+
+
+def test_the_page_stays_with_its_group_if_another_cannot_be_loaded(browser, copy):
+    graphs = {path: path.read_bytes() for path in copy.glob("models/text-*/plain.onnx")}
+    for path in graphs:
+        path.unlink()
+    with served(copy) as address:
+        opened(browser, address)
+        other = browser.find_element("css selector", f"input[value='{TEXT}']")
+        other.click()
+        wait_for(browser, lambda _: state(browser) == "failed")
+        assert "plain.onnx is missing" in browser.find_element("id", "failure").text
+        assert browser.find_element("css selector", "#groups :checked").get_attribute("value") == IMAGE
+        assert set(run(browser)) == {"image-linear"}
+        for path, content in graphs.items():
+            path.write_bytes(content)
+        other.click()
+        wait_for(browser, lambda _: state(browser) == "ready")
         assert len(browser.find_elements("css selector", ".model")) == 2
 
 

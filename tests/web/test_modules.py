@@ -75,6 +75,19 @@ def test_a_draw_is_the_one_that_python_makes_of_the_same_random_number(javascrip
     )
 
 
+def test_a_vocabulary_is_sorted_only_for_what_needs_its_order(javascript):
+    plain = {"temperature": 1, "top_k": None, "top_p": None, "min_p": None, "repetition_penalty": 1}
+    options = [{}, {"min_p": 0.1}, {"top_p": 1}, {"top_k": 2}, {"top_p": 0.5}]
+    counted = (
+        "(() => { const { sort } = Array.prototype; let count = 0;"
+        "  Array.prototype.sort = function (...given) { count++; return sort.apply(this, given); };"
+        "  try { module.draw([0, 1, 2], settings, Math.random, new Set()); } finally { Array.prototype.sort = sort; }"
+        "  return count; })()"
+    )
+    cases = [plain | option for option in options]
+    assert javascript("sampling.js", f"x.map((settings) => {counted})", cases) == [0, 0, 0, 1, 1]
+
+
 def test_logits_that_are_no_numbers_are_not_drawn_from(javascript):
     settings = {"temperature": 0, "top_k": None, "top_p": None, "min_p": None, "repetition_penalty": 1}
     call = "module.draw([0, NaN, 1], x, Math.random, new Set())"
@@ -99,8 +112,8 @@ def test_texts_are_encoded_and_read_back(javascript):
     )
     found = javascript("vocabulary.js", made, {"kind": "text", "characters": CHARACTERS, "text": text})
     assert found == [[CHARACTERS.index(c) for c in text], text]
-    found = javascript("vocabulary.js", made, {"kind": "text", "characters": None, "text": "é€x"})
-    assert found == [list("é€x".encode()), "é€x"]
+    found = javascript("vocabulary.js", made, {"kind": "text", "characters": None, "text": "\ufeffé€x"})
+    assert found == [list("\ufeffé€x".encode()), "\ufeffé€x"]
     assert javascript("vocabulary.js", made, {"kind": "ids", "text": "3 14"}) == [[3, 14], " 3 14"]
 
 
@@ -123,7 +136,7 @@ def test_byte_pairs_are_those_of_the_library(javascript):
     assert javascript("vocabulary.js", f"x.texts.map((text) => {made}.encode(text))", given) == expected
     read = "((read) => ids.map(read).join(''))"
     found = javascript("vocabulary.js", f"x.ids.map((ids) => {read}({made}.reader()))", given)
-    assert found == [text.removeprefix("\ufeff") for text in texts]
+    assert found == texts
 
 
 def test_what_the_page_opens_with_can_be_read(javascript):
@@ -164,3 +177,34 @@ def test_a_stroke_on_the_pad_is_white_in_every_colour(javascript):
     assert len(grey) == 15
     assert max(grey) == grey[7] == 255
     assert colours == [level for level in grey for _ in range(3)]
+
+
+TWO_FINGERS = f"""(() => {{
+  const canvas = {CANVAS};
+  Object.assign(canvas, {{ setPointerCapture() {{}}, getBoundingClientRect: () => ({{ left: 0, top: 0, width: 8, height: 4 }}) }});
+  const pad = new module.Pad(canvas, {{ changed() {{}}, say() {{}} }});
+  pad.resize(4, 8);
+  for (const [type, pointerId, clientX, clientY] of x) canvas.dispatchEvent(new PointerEvent(type, {{ pointerId, clientX, clientY }}));
+  return Array.from(pad.ink, (ink, i) => ink > 0.9 ? i : -1).filter((i) => i >= 0);
+}})()"""
+
+
+def test_a_second_finger_draws_nothing(javascript):
+    first = [("pointerdown", 1, 0.5, 0.5), ("pointermove", 1, 1.5, 0.5)]
+    second = [("pointerdown", 2, 7.5, 3.5), ("pointermove", 2, 6.5, 3.5), ("pointerup", 2, 6.5, 3.5)]
+    last = [("pointermove", 1, 2.5, 0.5), ("pointerup", 1, 2.5, 0.5), ("pointermove", 1, 7.5, 3.5)]
+    assert javascript("pad.js", TWO_FINGERS, [*first, *second, *last]) == [0, 1, 2]
+    assert javascript("pad.js", TWO_FINGERS, [*first, *last, *second]) == [0, 1, 2, 30, 31]
+
+
+def test_a_chart_may_have_many_points(javascript):
+    drawn = javascript(
+        "pictures.js",
+        "(() => { const figure = document.createElementNS('http://www.w3.org/1999/xhtml', 'figure');"
+        "  figure.innerHTML = '<p class=\"key\"></p>';"
+        "  const points = Array.from({ length: x }, (_, i) => [i, i]);"
+        "  module.paintChart(figure, 'Memory', [{ className: 'a', name: 'a', points, value: 1 }], x, String);"
+        "  return figure.querySelector('polyline').getAttribute('points').split(' ').length; })()",
+        200_000,
+    )
+    assert drawn == 200_000

@@ -1,9 +1,11 @@
 """The page in a real browser: it makes what PyTorch makes, asks nobody else, and is usable by everybody."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from browser import (
     CHARACTERS,
     IDS,
@@ -23,6 +25,7 @@ from browser import (
 from selenium.webdriver import ActionChains, Keys
 
 from unrolled.interop.web import write_site
+from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops.state import nbytes
 
 
@@ -235,6 +238,32 @@ def test_a_prompt_may_change_during_a_run(browser, address):
     assert not browser.find_element("id", "failure").is_displayed()
 
 
+def test_a_group_that_needs_a_row_gets_one(browser, models, tmp_path):
+    torch.manual_seed(0)
+    Decoder(DecoderConfig(9, d_model=16, n_layers=1, n_heads=2, max_length=64)).save(tmp_path / "other")
+    (tmp_path / "other" / "vocabulary.json").write_text('{"kind": "image", "shape": [8, 8]}')
+    runs = {"image-linear": models["image-linear"][1], "other": tmp_path / "other"}
+    with served(write_site(runs, tmp_path / "served" / "page")) as address:
+        opened(browser, address)
+        set_value(browser, "rows", "0")
+        assert len(run(browser)["image-linear"]["ids"]) == 64
+        browser.find_elements("css selector", "#groups input")[1].click()
+        wait_for(browser, lambda _: state(browser) == "ready")
+        assert browser.find_element("id", "rows-shown").text == "1 of 8"
+        made = run(browser)["other"]
+        assert (len(made["prompt"]), len(made["ids"])) == (8, 56)
+
+
+def test_a_double_click_begins_a_run_and_does_not_stop_it(browser, address):
+    opened(browser, address, TEXT)
+    set_value(browser, "count", "400")
+    ActionChains(browser).double_click(browser.find_element("id", "run")).perform()
+    wait_for(browser, lambda _: browser.find_element("id", "status").text == "Done after 400 tokens.")
+    set_value(browser, "count", "1")
+    run(browser)
+    assert browser.find_element("id", "status").text == "Done after 1 token."
+
+
 def test_the_rows_shown_are_those_of_the_slider(browser, address):
     opened(browser, address)
     browser.execute_script(
@@ -390,12 +419,33 @@ def test_it_fits_and_is_accessible(browser, address, axe, group, width, theme, t
     assert_fits_and_is_accessible(browser, axe, width)
 
 
-def test_the_chosen_group_is_seen_in_forced_colours(browser, address):
+def test_long_names_fit_a_phone(browser, site, tmp_path):
+    page = tmp_path / "served" / "page"
+    shutil.copytree(site, page)
+    entries = json.loads((page / "models.json").read_text())
+    for i, entry in enumerate(entries):
+        entry["group"] = f"{entry['group']} of the-complete-works-of-william-shakespeare-1623.txt"
+        entry["title"] = f"Linear attention: my_softmax_run_of_november_with_a_long_name_{i}"
+    (page / "models.json").write_text(json.dumps(entries))
+    resize(browser, "phone")
+    with served(page) as address:
+        opened(browser, address)
+        for choice in browser.find_elements("css selector", "#groups input"):
+            browser.execute_script("arguments[0].click()", choice)
+            wait_for(browser, lambda _: state(browser) == "ready")
+            run(browser)
+            across = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+            assert across == [360, 360]
+
+
+def test_groups_and_colours_are_told_apart_in_forced_colours(browser, address):
     features = [{"name": "forced-colors", "value": "active"}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     opened(browser, address)
     style = "Array.from(document.querySelectorAll('#groups label'), (label) => getComputedStyle(label).outlineStyle)"
     assert browser.execute_script(f"return {style}") == ["solid", "none", "none"]
+    colours = "Array.from(document.querySelectorAll('.swatch'), (x) => getComputedStyle(x).backgroundColor)"
+    assert len(set(browser.execute_script(f"return {colours}"))) == 3
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 

@@ -153,6 +153,27 @@ def test_what_cannot_be_read_is_named(browser, tmp_path, name, written, message)
     assert browser.find_element("id", "speech-fault").text == ""
 
 
+def test_an_error_is_gone_once_things_work_again(browser, tmp_path):
+    good = write_wave(tmp_path / "good.wav", [sound(4_000)], RATE)
+    fault, failure = (browser.find_element("id", name) for name in ("speech-fault", "failure"))
+    browser.execute_script(
+        "const kept = File.prototype.arrayBuffer; File.prototype.arrayBuffer = function () {"
+        "  File.prototype.arrayBuffer = kept; return Promise.reject(new Error('it is gone.')); }"
+    )
+    choose(browser, good)
+    wait_for(browser, lambda _: fault.text == "good.wav cannot be read: it is gone.")
+    browser.execute_script(
+        "const { Transcriber } = await import(new URL('transcriber.js', location));"
+        "const kept = Transcriber.prototype.transcribe; Transcriber.prototype.transcribe = function () {"
+        "  Transcriber.prototype.transcribe = kept; throw new Error('no memory'); }"
+    )
+    choose(browser, good)
+    wait_for(browser, lambda _: failure.text == "Something went wrong: no memory")
+    choose(browser, good)
+    assert said(browser)[0]
+    assert (fault.text, failure.text) == ("", "")
+
+
 @pytest.mark.parametrize(
     ("before", "message"),
     [
@@ -182,13 +203,19 @@ def test_a_microphone_that_cannot_be_used_is_named(browser, before, message):
 def test_a_recording_may_be_stopped_before_it_begins(browser):
     browser.execute_script(
         "const devices = navigator.mediaDevices; const ask = devices.getUserMedia.bind(devices);"
-        "devices.getUserMedia = (x) => new Promise((resolve) => (window.allow = () => resolve(ask(x))))"
+        "devices.getUserMedia = (x) => new Promise((resolve) => (window.allow = () => resolve(window.stream = ask(x))))"
     )
+    status = browser.find_element("id", "speech-status")
     press(browser)
+    wait_for(browser, lambda _: status.text == "Waiting for the microphone.")
     press(browser)
+    wait_for(browser, lambda _: status.text == "Stopped.")
+    assert browser.find_element("id", "record").text == "Record"
+    assert state(browser) == "ready"
     browser.execute_script("window.allow()")
-    wait_for(browser, lambda _: browser.find_element("id", "speech-fault").text)
-    assert browser.find_element("id", "speech-fault").text == "Nothing was recorded."
+    ended = "window.stream?.then((stream) => arguments[0](stream.getTracks().map((x) => x.readyState)))"
+    wait_for(browser, lambda _: browser.execute_async_script(ended) == ["ended"])
+    assert status.text == "Stopped."
 
 
 def test_another_group_ends_a_recording(browser):

@@ -1,5 +1,6 @@
 """The demo's report: one HTML page with embedded pictures."""
 
+import shlex
 from base64 import b64encode
 from collections.abc import Mapping
 from html import escape
@@ -63,7 +64,7 @@ def _values(figures: Mapping[str, Any]) -> dict[str, str]:
         **{name: samples[name] for name in ("count", "height", "width", "levels", "copies")},
         **{name: cost["shape"][name] for name in ("n_layers", "d_model", "n_heads")},
         **{name: cost[name] for name in ("repeats", "window")},
-        "folder": figures["folder"],
+        "folder": shlex.quote(figures["folder"]),
         "bits": f"{training['best_bits_per_dim']:.3f}",
         "uniform": f"{training['uniform_bits_per_dim']:.2f}",
         "parameters": f"{figures['model']['parameters']:,}",

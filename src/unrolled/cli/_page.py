@@ -163,7 +163,6 @@ class _Quiet(SimpleHTTPRequestHandler):
     extensions_map = {  # noqa: RUF012
         **SimpleHTTPRequestHandler.extensions_map,
         ".js": "text/javascript",
-        ".mjs": "text/javascript",
         ".wasm": "application/wasm",
     }
 

@@ -29,9 +29,9 @@ class TokenTexts:
         ids = sorted(tokenizer.get_vocab(with_added_tokens=True).values())
         self.any = next((id for id in ids if self.stands(id)), None)
 
-    def reader(self, before: Sequence[int] = ()) -> "TextReader":
+    def reader(self, before: Sequence[int] = (), held: Sequence[int] = ()) -> "TextReader":
         """Return a decoder of the ids that follow the ids `before`; without any, they begin a text."""
-        return TextReader(self, before)
+        return TextReader(self, before, held)
 
     def within(self, id: int) -> str:
         """Return the text of one token within a text."""
@@ -64,13 +64,18 @@ class TextReader:
     Args:
         texts: the texts of the tokens.
         before: ids before the sequence.
+        held: the attribute `held` of the decoder of the ids `before`, at their end.
+
+    Attributes:
+        held: the last ids, if the text of them is not complete.
     """
 
-    def __init__(self, texts: TokenTexts, before: Sequence[int]) -> None:
-        self._texts, self._held = texts, list[int]()
+    def __init__(self, texts: TokenTexts, before: Sequence[int], held: Sequence[int] = ()) -> None:
+        self._texts, self.held = texts, list[int]()
         self._before: int | None = None  # a token that stands, once a text has begun
         if (last := next(filter(texts.visible, reversed(before)), None)) is not None:
             self._pass(last)
+        self(held)
 
     def __call__(self, ids: Sequence[int], final: bool = False) -> str:
         """Return the text that is complete with these ids.
@@ -80,13 +85,13 @@ class TextReader:
             final: whether these are the last ids, so that incomplete bytes become U+FFFD.
         """
         told = [self._add(id) for id in ids if self._texts.visible(id)]
-        if final and self._held:
-            told.append(self._text(self._held))
-            self._held.clear()
+        if final and self.held:
+            told.append(self._text(self.held))
+            self.held.clear()
         return "".join(told)
 
     def _add(self, id: int) -> str:
-        held = self._held
+        held = self.held
         held.append(id)
         for start in range(len(held)):  # some decoders take bytes for broken because of bytes before them
             if not (text := self._text(held[start:])).endswith(BROKEN):

@@ -40,6 +40,8 @@ SHA256 = {
     _ASYNCIFY: "39f9f0894d478800487ed9f7dbe92618498db320cf55c8e3d89adff8dce658da",
 }
 INDEX, RUNTIME_INDEX = "models.json", "runtime.json"
+NAMES = {build["module"]: build["module"].replace(".mjs", ".js") for build in BUILDS.values()}
+"""The names of modules on the page: not every server sends .mjs with the type of a script."""
 LICENCES = {"LICENSE": "LICENSE.txt", "ThirdPartyNotices.txt": "ThirdPartyNotices.txt"}
 TIMEOUT = 600.0  # seconds for npm to fetch 33 MB
 Vocabulary = dict[str, object]
@@ -202,13 +204,20 @@ def _names(folder: Path) -> list[str] | None:
 def _write_runtime(folder: Path, found: Mapping[str, Path], notices: list[Path]) -> None:
     """Write the files of the runtime, its licences, and the manifest that the page verifies them against."""
     folder.mkdir(exist_ok=True)
+    names = NAMES | LICENCES
     for path in [*found.values(), *notices]:
-        _copy(path, folder / LICENCES.get(path.name, path.name))
+        _copy(path, folder / names.get(path.name, path.name))
     sizes = {name: path.stat().st_size for name, path in found.items()}
     record = {
         "version": VERSION,
-        "builds": {name: build for name, build in BUILDS.items() if build["binary"] in found},
-        "files": {name: {"sha256": SHA256[name], "bytes": size} for name, size in sizes.items()},
+        "builds": {
+            name: build | {"module": NAMES[build["module"]]}
+            for name, build in BUILDS.items()
+            if build["binary"] in found
+        },
+        "files": {
+            names.get(name, name): {"sha256": SHA256[name], "bytes": size} for name, size in sizes.items()
+        },
         "bytes": max(sizes.values()),  # of the largest build, for the progress bar while loading
     }
     _write_json(folder / RUNTIME_INDEX, record)

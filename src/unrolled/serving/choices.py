@@ -14,14 +14,28 @@ class Choice:
     Args:
         text: decodes the ids.
         before: ids before the continuation.
+        held: those at the end of `before` whose text is not complete.
         stops: texts that end the continuation.
         ends: token sequences that end the continuation.
+        keep: whether the state at the end is kept, so that the next answer can complete a character.
     """
 
     def __init__(
-        self, text: Text, before: Sequence[int], stops: Sequence[str], ends: Sequence[list[int]]
+        self,
+        text: Text,
+        before: Sequence[int],
+        held: Sequence[int],
+        stops: Sequence[str],
+        ends: Sequence[list[int]],
+        keep: bool,
     ) -> None:
-        self._read, self._finder, self._ends = text.reader(before), StopFinder(stops), ends
+        self._read, self._finder = text.reader(before, held), StopFinder(stops)
+        self._ends, self._keep = ends, keep
+
+    @property
+    def held(self) -> list[int]:
+        """The last ids, if the text of them is not complete."""
+        return self._read.held
 
     def take(self, drawn: Drawn) -> str:
         """Return the text that is certain after the next block."""
@@ -29,7 +43,8 @@ class Choice:
         if drawn.finish == "stop":
             end = next((x for x in self._ends if tokens[-len(x) :] == x), [])
             tokens = tokens[: len(tokens) - len(end)]
-        told = self._finder.feed(self._read(tokens, final))
+        goes_on = self._keep and drawn.finish == "length"
+        told = self._finder.feed(self._read(tokens, final and not goes_on))
         return told + self._finder.rest() if final and not self._finder.found else told
 
 
@@ -39,11 +54,12 @@ class CompletionLogprobs:
     Args:
         text: decodes the ids.
         before: ids before the first token.
+        held: those at the end of `before` whose text is not complete.
         offset: number of characters before the first token.
     """
 
-    def __init__(self, text: Text, before: Sequence[int], offset: int) -> None:
-        self._text, self._read, self._offset = text, text.reader(before), offset
+    def __init__(self, text: Text, before: Sequence[int], held: Sequence[int], offset: int) -> None:
+        self._text, self._read, self._offset = text, text.reader(before, held), offset
         self._held = False  # whether the last token may begin a character
 
     def of(self, tokens: Sequence[int], found: Sequence[TokenLogprob | None]) -> dict[str, Any]:

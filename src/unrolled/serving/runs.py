@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unrolled.decode.request import Sampling, random_keys
@@ -27,7 +27,8 @@ class Asked:
         n: number of continuations of each prompt.
         stops: token sequences that end a continuation.
         watch: returns the `Job.watch` that looks for stop texts, given the ids before the continuations of a
-            prompt and their number; None if there are no stop texts.
+            prompt, those of them that are held, and the number of continuations; None if there are no stop
+            texts.
         logprobs: number of most likely tokens to report with each token; None reports no log probabilities.
         prompt_logprobs: whether to report log probabilities of the prompt's tokens too.
         keep: whether to keep the state at the end of each continuation.
@@ -39,7 +40,7 @@ class Asked:
     seed: int | None
     n: int
     stops: list[list[int]]
-    watch: Callable[[Sequence[int], int], Watch] | None
+    watch: Callable[[Sequence[int], Sequence[int], int], Watch] | None
     logprobs: int | None
     prompt_logprobs: bool
     keep: bool
@@ -60,6 +61,7 @@ class Runs:
     Attributes:
         count: number of continuations.
         before: for each prompt, the ids before its continuations; of those of the state only the last.
+        held: for each prompt, the ids that the state holds, if its continuations follow the state at once.
 
     Raises:
         ApiError: the engine refuses a job; the other jobs are then cancelled.
@@ -71,6 +73,7 @@ class Runs:
         self.asked, self.count = asked, len(prompts) * asked.n
         length, last = (0, []) if asked.state is None else (asked.state.length, [asked.state.pending])
         self.before = [last + tokens for tokens in prompts]
+        self.held = [() if asked.state is None or tokens else asked.state.held for tokens in prompts]
         self._lengths = [length + len(tokens) for tokens in prompts]
         self._read = sum(self._lengths)
         self._service, self._record, self._runs = service, record, list[Run]()
@@ -85,7 +88,7 @@ class Runs:
                 sampling=asked.sampling,
                 keys=keys[number * asked.n : (number + 1) * asked.n],
                 stops=asked.stops,
-                watch=None if asked.watch is None else asked.watch(self.before[number], asked.n),
+                watch=asked.watch and asked.watch(self.before[number], self.held[number], asked.n),
                 logprobs=asked.logprobs,
                 prompt_logprobs=asked.prompt_logprobs,
                 keep=asked.keep,
@@ -128,11 +131,20 @@ class Runs:
         finally:
             self.cancel()
 
-    async def kept(self, event: Finished) -> list[str | None]:
-        """Store the state of each continuation of a prompt, and return their ids; None where none is kept."""
+    async def kept(self, event: Finished, held: Sequence[Sequence[int]] | None = None) -> list[str | None]:
+        """Store the state of each continuation of a prompt, and return their ids; None where none is kept.
+
+        Args:
+            event: has the states.
+            held: for each continuation, its last ids if the text of them is not complete.
+        """
         if event.snapshots is None:
             return [None] * self.asked.n
-        return [await self._service.keep(snapshot) for snapshot in event.snapshots]
+        holding = [()] * self.asked.n if held is None else held
+        return [
+            await self._service.keep(replace(snapshot, held=tuple(ids)))
+            for snapshot, ids in zip(event.snapshots, holding, strict=True)
+        ]
 
     def usage(self) -> dict[str, Any]:
         """Return how many tokens were read and drawn so far."""

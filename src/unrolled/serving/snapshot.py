@@ -22,6 +22,7 @@ from unrolled.files import sort_metadata
 from unrolled.ops.state import raw_bytes
 
 MOST = MOST_POSITIONS  # tokens of a sequence, and the largest id
+MOST_HELD = 4  # tokens of a character that is not complete
 DIGEST = re.compile(r"[0-9a-f]{64}")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
 _KEYS = ("id", "length", "model", "pending")
@@ -38,6 +39,8 @@ class Snapshot:
         length: number of tokens of the sequence so far, including `pending`; at least 1.
         pending: the last token; the tensors are the state before it.
         tensors: tensors of one sequence by name, on the CPU and contiguous; they must not be changed.
+        held: the last tokens, if they are the beginning of a character that is not complete, so that no
+            answer has shown it yet.
 
     Raises:
         ValueError: an attribute is not as described.
@@ -47,11 +50,15 @@ class Snapshot:
     length: int
     pending: int
     tensors: dict[str, Tensor]
+    held: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not DIGEST.fullmatch(self.model):
             raise ValueError(f"model must be 64 hex digits, not {self.model[:80]!r}")
-        for name, value, least in (("length", self.length, 1), ("pending", self.pending, 0)):
+        if len(self.held) > MOST_HELD:
+            raise ValueError(f"held must have at most {MOST_HELD} tokens, not {len(self.held)}")
+        numbers = [("length", self.length, 1), ("pending", self.pending, 0)]
+        for name, value, least in [*numbers, *(("held", token, 0) for token in self.held)]:
             if not least <= value <= MOST:
                 raise ValueError(f"{name} must be from {least} to {MOST}, not {value}")
         for name, x in self.tensors.items():
@@ -71,7 +78,8 @@ class Snapshot:
         """The SHA-256 of the attributes and of the names, dtypes, shapes and bytes of the tensors, in hex."""
         ordered = sorted(self.tensors.items())
         described = [[name, str(x.dtype).removeprefix("torch."), list(x.shape)] for name, x in ordered]
-        total = hashlib.sha256(json.dumps([self.model, self.length, self.pending, described]).encode())
+        parts = [self.model, self.length, self.pending, described, *([self.held] if self.held else [])]
+        total = hashlib.sha256(json.dumps(parts).encode())
         for _, x in ordered:
             total.update(raw_bytes(x).numpy().data)
         return total.hexdigest()
@@ -82,11 +90,13 @@ class Snapshot:
         return sum(x.nbytes for x in self.tensors.values())
 
     def to_bytes(self) -> bytes:
-        """Return a safetensors file with `model`, `length`, `pending` and `id` in its metadata.
+        """Return a safetensors file with `model`, `length`, `pending`, `id` and any `held` in its metadata.
 
         The bytes of a snapshot are the same on every call and every machine.
         """
         metadata = {key: str(getattr(self, key)) for key in _KEYS}
+        if self.held:
+            metadata["held"] = " ".join(map(str, self.held))
         content = bytearray(save(_apart(self.tensors), metadata))
         sort_metadata(content)
         return bytes(content)
@@ -108,7 +118,8 @@ class Snapshot:
         if missing := [key for key in _KEYS if key not in metadata]:
             raise ValueError(f"the file is no state: its metadata lack {', '.join(missing)}")
         length, pending = (_number(key, metadata[key]) for key in ("length", "pending"))
-        found = cls(metadata["model"], length, pending, tensors)
+        held = tuple(_number("held", x) for x in metadata["held"].split(" ")) if "held" in metadata else ()
+        found = cls(metadata["model"], length, pending, tensors, held)
         if found.id != metadata["id"]:
             raise ValueError(
                 f"the state is damaged: it names the id {metadata['id'][:80]!r}, "

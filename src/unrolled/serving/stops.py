@@ -53,11 +53,14 @@ class Watch:
         text: decodes the ids.
         stops: texts, none of them empty.
         before: ids before the continuations.
+        held: those at the end of `before` whose text is not complete.
         count: number of continuations.
     """
 
-    def __init__(self, text: Text, stops: Sequence[str], before: Sequence[int], count: int) -> None:
-        self._reading = [(text.reader(before), StopFinder(stops)) for _ in range(count)]
+    def __init__(
+        self, text: Text, stops: Sequence[str], before: Sequence[int], held: Sequence[int], count: int
+    ) -> None:
+        self._reading = [(text.reader(before, held), StopFinder(stops)) for _ in range(count)]
 
     def __call__(self, index: int, tokens: list[int]) -> int | None:
         """Return how many of these tokens to keep if the continuation ends among them, else None."""

@@ -2,24 +2,29 @@
 
 import codecs
 import json
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from unrolled.data import VOCABULARY_FILE, TokenTexts, Vocabulary
 from unrolled.extras import how_to_install
+from unrolled.serving.snapshot import MOST_HELD
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
 BROKEN = "\ufffd"
+_BYTES = [bytes([id]) for id in range(256)]
 BEFORE = ("\n", ".")  # texts that tokenizers hardly ever join to the next text
 
 
 class Reader(Protocol):
     """Decodes one sequence while its ids arrive."""
+
+    @property
+    def held(self) -> list[int]:
+        """The last ids, if the text of them is not complete."""
 
     def __call__(self, ids: list[int], final: bool = False) -> str:
         """Return the text that is complete with these ids.
@@ -60,12 +65,13 @@ class Text(Protocol):
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids."""
 
-    def reader(self, before: Sequence[int] = ()) -> Reader:
+    def reader(self, before: Sequence[int] = (), held: Sequence[int] = ()) -> Reader:
         """Return a decoder of the ids that follow the ids `before`.
 
         Args:
             before: ids that have been decoded already, or the last of them: what a token adds to a text may
                 depend on the token before it. Without any, the ids begin a text.
+            held: what the decoder of the ids `before` held at their end: the character is completed.
         """
 
     def piece(self, id: int) -> str:
@@ -103,11 +109,9 @@ class VocabularyText:
         """Return the text of ids."""
         return self.reader()(ids, final=True)
 
-    def reader(self, before: Sequence[int] = ()) -> Reader:
+    def reader(self, before: Sequence[int] = (), held: Sequence[int] = ()) -> Reader:
         """Return a decoder of one sequence."""
-        if self._bytes:
-            return partial(_read_bytes, codecs.getincrementaldecoder("utf-8")("replace"))
-        return partial(_read_each, self._vocabulary.reader())
+        return _BytesReader(_BYTES, held) if self._bytes else _EachReader(self._vocabulary.reader())
 
     def piece(self, id: int) -> str:
         """Return the character of an id, ` 17` for a number, or `bytes:\\xc3` for a part of a character."""
@@ -185,12 +189,11 @@ class TokenizerText:
         text: str = self._tokenizer.decode(ids)
         return text
 
-    def reader(self, before: Sequence[int] = ()) -> Reader:
+    def reader(self, before: Sequence[int] = (), held: Sequence[int] = ()) -> Reader:
         """Return a decoder of the ids that follow the ids `before`."""
         if self._contents is not None:
-            utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-            return partial(_read_contents, self._contents, utf8)
-        return self._texts.reader(before)
+            return _BytesReader(self._contents, held)
+        return self._texts.reader(before, held)
 
     def piece(self, id: int) -> str:
         """Return the text of one token; for a special token or a part of a character, its name."""
@@ -208,18 +211,34 @@ class TokenizerText:
         return None if BROKEN in text else list(text.encode())
 
 
-def _read_bytes(decoder: codecs.IncrementalDecoder, ids: list[int], final: bool = False) -> str:
-    return decoder.decode(bytes(ids), final)
+class _BytesReader:
+    """Decodes tokens that are sequences of bytes."""
+
+    def __init__(self, contents: Sequence[bytes], held: Sequence[int]) -> None:
+        self._contents, self._utf8 = contents, codecs.getincrementaldecoder("utf-8")("replace")
+        self.held: list[int] = []
+        self(held)
+
+    def __call__(self, ids: Sequence[int], final: bool = False) -> str:
+        told = []
+        for id in ids:
+            if id < len(self._contents) and (content := self._contents[id]):
+                told.append(self._utf8.decode(content))
+                self.held = [*self.held, id][-MOST_HELD:] if self._utf8.getstate()[0] else []
+        if final:
+            told.append(self._utf8.decode(b"", final))
+            self.held = []
+        return "".join(told)
 
 
-def _read_contents(
-    contents: Sequence[bytes], decoder: codecs.IncrementalDecoder, ids: list[int], final: bool = False
-) -> str:
-    return decoder.decode(b"".join(contents[id] for id in ids if id < len(contents)), final)
+class _EachReader:
+    """Decodes tokens that have a text each."""
 
+    def __init__(self, read: Callable[[int], str]) -> None:
+        self._read, self.held = read, list[int]()
 
-def _read_each(read: Any, ids: list[int], final: bool = False) -> str:
-    return "".join(map(read, ids))
+    def __call__(self, ids: Sequence[int], final: bool = False) -> str:
+        return "".join(map(self._read, ids))
 
 
 def _tokenizer(path: Path, content: str | None) -> "Tokenizer":

@@ -16,11 +16,11 @@ export const EXAMPLES = {
  */
 export class Pad {
   constructor(canvas, { changed, say }) {
-    Object.assign(this, { canvas, changed, say, cursor: null, last: null });
+    Object.assign(this, { canvas, changed, say, cursor: null, last: null, pointer: null });
     this.resize(1, 1);
     canvas.addEventListener("pointerdown", (event) => this.press(event));
     canvas.addEventListener("pointermove", (event) => this.move(event));
-    for (const end of ["pointerup", "pointercancel"]) canvas.addEventListener(end, () => (this.last = null));
+    for (const end of ["pointerup", "pointercancel", "lostpointercapture"]) canvas.addEventListener(end, (event) => this.release(event));
     canvas.addEventListener("keydown", (event) => this.key(event));
     canvas.addEventListener("focus", () => this.paint());
     canvas.addEventListener("blur", () => this.paint());
@@ -96,8 +96,9 @@ export class Pad {
   }
 
   press(event) {
-    if (event.button !== 0) return;
+    if (event.button !== 0 || this.pointer !== null) return; // a second finger draws nothing
     this.canvas.setPointerCapture(event.pointerId);
+    this.pointer = event.pointerId;
     this.last = this.spot(event);
     this.stroke(this.last, this.last);
     this.paint();
@@ -105,7 +106,7 @@ export class Pad {
   }
 
   move(event) {
-    if (!this.last) return;
+    if (event.pointerId !== this.pointer) return;
     const passed = event.getCoalescedEvents?.() ?? [];
     for (const each of passed.length ? passed : [event]) {
       const spot = this.spot(each);
@@ -114,6 +115,10 @@ export class Pad {
     }
     this.paint();
     this.changed();
+  }
+
+  release(event) {
+    if (event.pointerId === this.pointer) this.pointer = null;
   }
 
   key(event) {

@@ -26,7 +26,7 @@ let running = Promise.resolve(); // a promise of the end of that run
 window.unrolled = { runs: {} };
 
 const setState = (state) => (document.body.dataset.state = state);
-const speech = new Speech({ setState, fail });
+const speech = new Speech({ setState, fail, clear });
 
 function fail(error) {
   $("failure").textContent = error instanceof Failure ? error.message : `Something went wrong: ${error.message}`;
@@ -34,6 +34,11 @@ function fail(error) {
   $("loading").hidden = true;
   setState("failed");
   if (!(error instanceof Failure)) console.error(error);
+}
+
+/** Hide an earlier error, unless a model of the group is missing. */
+function clear() {
+  if (!group?.incomplete) $("failure").hidden = true;
 }
 
 const size = (bytes) => (bytes < 1e3 ? `${bytes} B` : bytes < 1e6 ? `${(bytes / 1e3).toPrecision(3)} kB` : `${(bytes / 1e6).toPrecision(3)} MB`);
@@ -54,7 +59,7 @@ async function start() {
   for (const name of groups.keys()) {
     const label = document.createElement("label");
     const choice = Object.assign(document.createElement("input"), { type: "radio", name: "group", value: name });
-    choice.addEventListener("change", () => show(name).catch(fail));
+    choice.addEventListener("change", () => show(name).catch((error) => (stay(name), fail(error))));
     label.append(choice, name);
     $("groups").append(label);
   }
@@ -80,6 +85,14 @@ function load(entry, onBytes) {
   return loaded.get(entry.name);
 }
 
+/** Choose the group again that is still shown, since another one could not be loaded. */
+function stay(name) {
+  const choices = Array.from($("groups").querySelectorAll("input"));
+  if (!choices.find((choice) => choice.value === name).checked) return; // another one was chosen in the meantime
+  choices.find((choice) => choice.value === group.name).checked = true;
+  if (group.kind === "speech") speech.show(group.models);
+}
+
 /** Load the models of a group, if they are not loaded yet, and show them. */
 async function show(name) {
   stop?.();
@@ -102,7 +115,7 @@ async function show(name) {
   if (failed.length === results.length) throw failed[0];
 
   const { kind } = entries[0];
-  group = { kind, models: [], incomplete: failed.length > 0 };
+  group = { name, kind, models: [], incomplete: failed.length > 0 };
   results.forEach((result, i) => {
     if (result.status !== "fulfilled") return;
     const [entry, engine] = [entries[i], result.value];
@@ -182,7 +195,10 @@ $("temperature").addEventListener("input", () => describeTemperature());
 $("prompt").addEventListener("input", () => refresh());
 for (const id of ["count", "seed"]) $(id).addEventListener("input", () => stop || check());
 $("layer").addEventListener("change", () => paint(true));
-$("run").addEventListener("click", () => (stop ? stop() : (running = run().catch(fail))));
+$("run").addEventListener("click", ({ detail }) => {
+  if (!stop) running = run().catch(fail);
+  else if (detail < 2) stop(); // not by the second click of a double click
+});
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => paint(true));
 
 function showRows() {
@@ -225,7 +241,9 @@ function prepare() {
     $("rows").max = height - 1;
     $("rows").min = needsPrompt() ? 1 : 0;
     $("rows").value = pad.rows;
+    pad.rows = Number($("rows").value); // within the limits of this group
     showRows();
+    pad.paint();
   } else {
     $("prompt").value = vocabulary.opening();
     $("count-unit").textContent = vocabulary.characters ? "Characters" : "Tokens";
@@ -300,7 +318,7 @@ function refresh() {
 /** Let the models generate in turn, one token each, until all are done or the user stops them. */
 async function run() {
   if (!refresh()) return;
-  if (!group.incomplete) $("failure").hidden = true; // of an earlier run
+  clear();
   const { prompt, count, room } = group.order;
   const seed = Number($("seed").value);
   let stopped = false;
@@ -343,7 +361,7 @@ async function run() {
   const counts = group.models.map((model) => model.ids.length);
   const said = new Set(counts).size > 1 ? counts.join(" and ") : counts[0];
   const bound = Math.max(...counts) === room ? ` A model here learned ${positions()} positions, and all of them are used.` : "";
-  $("status").textContent = `${stopped ? "Stopped" : "Done"} after ${said} tokens.${bound}`;
+  $("status").textContent = `${stopped ? "Stopped" : "Done"} after ${said} token${said === 1 ? "" : "s"}.${bound}`;
   if (document.body.dataset.state === "running") setState("ready"); // but not while another group is loading
 }
 

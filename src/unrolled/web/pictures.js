@@ -91,7 +91,7 @@ function roundStep(x) {
 export function paintChart(figure, title, lines, xMax, format) {
   const [height, left, right, top, bottom] = [210, 2, 8, 20, 24];
   const width = Math.max(200, figure.clientWidth); // the width on the page, so that letters keep their size
-  const yMax = Math.max(...lines.flatMap((line) => line.points.map((point) => point[1])), 0) || 1;
+  const yMax = lines.flatMap((line) => line.points).reduce((most, point) => Math.max(most, point[1]), 0) || 1;
   const step = roundStep(yMax / 2);
   const x = (value) => left + ((width - left - right) * value) / xMax;
   const y = (value) => height - bottom - ((height - top - bottom) * value) / yMax;

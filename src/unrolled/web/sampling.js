@@ -36,9 +36,10 @@ export function draw(logits, settings, random, seen) {
 
   const top = scores[best];
   const mass = scores.map((score) => Math.exp((score - top) / temperature)); // 1 for the best
-  const order = Array.from(mass.keys()).sort((i, j) => mass[j] - mass[i] || i - j);
+  const nucleus = topP !== null && topP < 1; // at 1, rounding may reach the sum before the last token
+  const order = topK === null && !nucleus ? [] : Array.from(mass.keys()).sort((i, j) => mass[j] - mass[i] || i - j);
   if (topK !== null) for (const id of order.slice(topK)) mass[id] = 0;
-  if (topP !== null && topP < 1) { // at 1, rounding may reach the sum before the last token
+  if (nucleus) {
     const total = mass.reduce((a, b) => a + b);
     let above = 0;
     for (const id of order) {
@@ -47,7 +48,7 @@ export function draw(logits, settings, random, seen) {
       above += own;
     }
   }
-  if (minP !== null) for (const id of order) if (mass[id] < minP) mass[id] = 0;
+  if (minP !== null) mass.forEach((own, id) => own < minP && (mass[id] = 0));
 
   let left = random() * mass.reduce((a, b) => a + b);
   for (let id = 0; id < mass.length; id++) {

@@ -20,9 +20,17 @@ export async function decode(bytes, rate, name) {
   return samples;
 }
 
-/** Record the microphone until the promise `stopped` resolves or the time is over; `started` is called once it records. */
+/**
+ * Record the microphone until the promise `stopped` resolves or the time is over; `started` is called once it records. Returns
+ * nothing if it is stopped before the browser gives the microphone.
+ */
 export async function record(rate, stopped, started) {
-  const stream = await microphone();
+  const asked = microphone();
+  const stream = await Promise.race([asked, stopped]);
+  if (!stream) {
+    asked.then(release, () => {}); // the browser may still give it
+    return undefined;
+  }
   const context = new AudioContext();
   const pieces = [];
   try {
@@ -37,11 +45,15 @@ export async function record(rate, stopped, started) {
     context.createMediaStreamSource(stream).connect(recorder);
     await Promise.race([stopped, new Promise((resolve) => setTimeout(resolve, 1000 * LONGEST_RECORDING))]);
   } finally {
-    for (const track of stream.getTracks()) track.stop();
+    release(stream);
     await context.close();
   }
   if (!pieces.length) throw new Failure("Nothing was recorded.");
   return decode(wave(pieces, context.sampleRate), rate, "The recording"); // resamples better than an audio node
+}
+
+function release(stream) {
+  for (const track of stream.getTracks()) track.stop();
 }
 
 async function microphone() {

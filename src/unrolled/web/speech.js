@@ -6,11 +6,11 @@ import { decode, LONGEST_RECORDING, record } from "./sound.js";
 const $ = (id) => document.getElementById(id);
 
 export class Speech {
-  /** `setState` sets the state of the page; `fail` shows an error that the user cannot correct. */
-  constructor({ setState, fail }) {
-    Object.assign(this, { setState, fail, models: [] });
-    $("record").addEventListener("click", () => {
-      if (this.stop) this.stop();
+  /** `setState` sets the state of the page; `fail` shows an error that the user cannot correct; `clear` hides an earlier one. */
+  constructor({ setState, fail, clear }) {
+    Object.assign(this, { setState, fail, clear, models: [] });
+    $("record").addEventListener("click", ({ detail }) => {
+      if (this.stop) detail < 2 && this.stop(); // not by the second click of a double click
       else if ($("record").getAttribute("aria-disabled") !== "true") this.listen(() => this.recorded());
     });
     $("sound").addEventListener("change", () => {
@@ -55,6 +55,7 @@ export class Speech {
     const { models } = this;
     const stopped = new Promise((resolve) => (this.stop = resolve));
     this.offer(false);
+    this.say("Waiting for the microphone.");
     try {
       const started = () => this.say(`Listening, for ${LONGEST_RECORDING} seconds at most.`);
       return await record(this.models[0].engine.manifest.rate, stopped, started);
@@ -65,20 +66,26 @@ export class Speech {
   }
 
   async read(file) {
-    return decode(await file.arrayBuffer(), this.models[0].engine.manifest.rate, file.name);
+    const { rate } = this.models[0].engine.manifest;
+    const bytes = await file.arrayBuffer().catch((error) => {
+      throw new Failure(`${file.name} cannot be read: ${error.message}`);
+    });
+    return decode(bytes, rate, file.name);
   }
 
-  /** Get a sound from `read`, and let each model transcribe it. */
+  /** Get a sound from `read`, which returns nothing if the user stops it early, and let each model transcribe it. */
   async listen(read) {
     const { models } = this;
     const gone = () => models !== this.models; // other models are shown
     this.setState("running");
+    this.clear();
     this.say("");
     this.offer(false);
     for (const { card } of models) this.write(card, "", "");
     try {
       const samples = await read();
       if (gone()) return;
+      if (!samples) return this.say("Stopped.");
       this.say("Transcribing.");
       window.unrolled.sound = samples;
       for (const { name, engine, card } of models) {

@@ -40,7 +40,7 @@ export class Vocabulary {
   reader() {
     if (this.kind === "ids") return (id) => ` ${id}`;
     if (this.characters) return (id) => this.characters[id];
-    const utf8 = new TextDecoder();
+    const utf8 = new TextDecoder("utf-8", { ignoreBOM: true }); // keeps U+FEFF, as Python does
     const bytes = (id) => (this.pairs ? this.pairs.bytes(id) : Uint8Array.of(id));
     return (id) => utf8.decode(bytes(id), { stream: true });
   }

@@ -36,6 +36,13 @@ def test_eight_completions_of_what_a_pointer_has_drawn(person, stub):
     assert person["tokens"].text == "64"
 
 
+def test_a_double_click_begins_a_run_and_does_not_stop_it(person, stub):
+    stub.pause = 0.02
+    person.opens("digits")
+    ActionChains(person.browser).double_click(person["draw"]).perform()
+    person.waits_for_text("draw-status", "8 of 8 images are complete")
+
+
 def test_an_image_is_drawn_by_keyboard_alone_and_drawn_on(person, stub):
     person.opens("digits")
     person["clear"].send_keys(Keys.ENTER)

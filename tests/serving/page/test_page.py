@@ -5,6 +5,7 @@ import json
 import pytest
 from browser import wait_for
 from selenium.webdriver import Keys
+from serving.page.stub import Handler
 
 from unrolled.serving.page_files import PAGE, page_files
 
@@ -50,6 +51,36 @@ def test_a_server_without_models_and_one_that_is_gone(person, stub):
     person.presses()
     assert person["failure-text"].text == "The server does not answer."
     assert person.text() == "One evening"
+
+
+def test_an_answer_of_another_server_is_named(person, monkeypatch):
+    tell = Handler.tell
+    monkeypatch.setattr(Handler, "tell", lambda self, value, status=200: self.answer(status, b"<html>"))
+    person.opens(until="failed")
+    assert person["failure-text"].text == "The answer is not that of this server."
+    monkeypatch.setattr(Handler, "tell", tell)
+    person.presses("try-again")
+
+
+def test_what_the_model_wrote_and_the_focus_are_seen_in_forced_colours(person):
+    features = [{"name": "forced-colors", "value": "active"}]
+    person.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    person.opens("talker")
+    person.writes("One evening")
+    style = "return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]"
+
+    def computed(selector, name):
+        return person.browser.execute_script(style, selector, name)
+
+    assert computed("#backing .typed", "color") == "rgba(0, 0, 0, 0)"  # the letters are not drawn twice
+    assert computed("#backing .typed", "textDecorationLine") == "none"
+    assert computed("#backing .written", "textDecorationLine") == "underline"
+    assert computed("#backing .written", "textDecorationColor") != "rgba(0, 0, 0, 0)"
+    assert (computed(".swatch", "borderTopWidth"), computed(".swatch", "borderBottomWidth")) == ("0px", "2px")
+    for chosen, focus in ((".switch label", ".switch input"), ("#tree li", "#tree li")):
+        assert computed(chosen, "outlineWidth") == "2px"
+        person.browser.execute_script(f"document.querySelector({focus!r}).focus({{ focusVisible: true }})")
+        assert computed(chosen, "outlineWidth") == "3px"
 
 
 def test_the_policy_holds_and_no_request_leaves_the_host(person):

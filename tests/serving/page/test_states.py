@@ -3,7 +3,7 @@
 import hashlib
 
 from browser import wait_for
-from serving.page.stub import MODELS, state_file, tokens
+from serving.page.stub import MODELS, Handler, state_file, tokens
 
 
 def test_a_state_is_downloaded_and_opened_elsewhere(person, stub):
@@ -89,6 +89,41 @@ def test_an_upload_can_be_stopped_and_tried_again(person, stub, tmp_path):
     person["try-again"].click()
     person.waits_for_text("status", "is open")
     assert len(person.rows()) == 1
+
+
+def test_a_download_that_breaks_off_says_so(person, monkeypatch):
+    person.opens()
+    person.writes("One evening")
+    person.expected = ["ERR_CONTENT_LENGTH_MISMATCH"]
+
+    def cut(self, status, content=b"", kind="application/json"):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content) + 1))
+        self.end_headers()
+        self.wfile.write(content)
+        self.close_connection = True
+
+    monkeypatch.setattr(Handler, "answer", cut)
+    person["download"].click()
+    person.waits_for_text("failure-text", "The connection broke off.")
+
+
+def test_a_long_name_of_a_file_fits_a_phone(person, stub, tmp_path):
+    person.resize(360, 740)
+    person.opens()
+    digest = MODELS["book"]["digest"]
+    key = stub.keep(digest, "One")
+    path = tmp_path / f"{'book_of_the_sea_' * 8}.safetensors"
+    path.write_bytes(state_file(key, digest, "One"))
+    person["file"].send_keys(str(path))
+    person.waits_for_text("status", "is open")
+    stub.states.clear()
+    person.expected = ["404"]
+    person["text"].send_keys(" the sea")
+    person.presses()
+    assert path.name in person["lost-text"].text
+    across = person.browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+    assert across == [360, 360]
 
 
 def test_a_download_of_a_forgotten_state_says_so(person, stub):

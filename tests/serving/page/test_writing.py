@@ -1,10 +1,13 @@
 """Text streams in, forks, and is still there after a reload; nothing that the server has kept is read twice."""
 
 import json
+import re
 
 import pytest
 from browser import state, wait_for
-from selenium.webdriver import Keys
+from selenium.webdriver import ActionChains, Keys
+from selenium.webdriver.support.ui import Select
+from serving.page.stub import Handler
 
 TEXT = "/v1/completions"
 
@@ -222,6 +225,83 @@ def test_what_has_come_when_the_page_is_left_is_kept(person, stub):
     assert person.rows()[0].find_element("css selector", ".mark").text == "stopped"
 
 
+def test_what_has_come_is_kept_too_if_the_browser_keeps_the_page(person, stub):
+    stub.pause = 0.02
+    person.opens()
+    person.sets("max_tokens", "100")
+    person["text"].send_keys("One evening")
+    person["go"].click()
+    wait_for(person.browser, lambda _: len(person.text()) > 30)
+    person.browser.execute_script("dispatchEvent(new PageTransitionEvent('pagehide', { persisted: true }))")
+    stored = (
+        "return JSON.parse(Object.entries(localStorage).find(([key]) => /:.*:/.test(key))[1]).pieces"
+        ".map((piece) => [piece.finish, piece.typed + piece.written])"
+    )
+    [[finish, early]] = person.browser.execute_script(stored)
+    assert (finish, len(early) > 30) == ("stopped", True)
+    person.waits()  # the page was shown again
+    assert person.browser.execute_script(stored) == [["length", person.text()]]
+    assert person.text().startswith(early)
+    assert len(person.rows()) == 1
+
+
+def test_a_history_that_cannot_be_stored_lasts_until_the_page_is_closed(person):
+    person.opens()
+    person.browser.execute_script("Storage.prototype.setItem = () => { throw new Error('full'); }")
+    text = person.writes("One evening")
+    assert "lost when the page is closed" in person["kept"].text
+    for model in ("softmax", "book"):
+        Select(person["model"]).select_by_value(model)
+        assert len(person.rows()) == (model == "book")
+    assert person.text() == text
+
+
+def test_what_is_typed_after_a_piece_is_there_when_the_piece_is_chosen_again(person):
+    person.opens()
+    root = person.writes("One evening")
+    whole = person.writes(" the sea")
+    person["text"].send_keys(" my words")
+    person.presses("back")
+    assert person.text() == root
+    person.presses("fresh")
+    assert person.text() == ""
+    person["text"].send_keys("Another day")
+    for model in ("softmax", "book"):
+        Select(person["model"]).select_by_value(model)
+    assert person.text() == "Another day"
+    person.rows()[1].click()
+    assert person.text() == whole + " my words"
+    person.presses()
+    person.rows()[1].click()
+    assert person.text() == whole  # what was typed is in the piece that follows now
+    person.presses("fresh")
+    assert person.text() == "Another day"
+
+
+def test_a_double_click_begins_a_run_and_does_not_stop_it(person, stub):
+    stub.pause = 0.02
+    person.opens()
+    person["text"].send_keys("One evening")
+    ActionChains(person.browser).double_click(person["go"]).perform()
+    person.waits_for_text("status", "64 tokens written.")
+
+
+def test_a_piece_without_a_whole_character_is_kept(person, stub, monkeypatch):
+    person.opens()
+    text = person.writes("One evening")
+    emit = Handler.emit
+    monkeypatch.setattr(
+        Handler,
+        "emit",
+        lambda self, x: emit(self, json.loads(re.sub('"text": "[^"]*"', '"text": ""', json.dumps(x)))),
+    )
+    person.sets("max_tokens", "1")
+    person.presses()
+    assert (len(person.rows()), person.text()) == (2, text)
+    person.presses()
+    assert stub.states[stub.bodies(TEXT)[-1]["state"]][1].startswith(text + " ")
+
+
 def test_buttons_keep_the_focus_while_they_have_nothing_to_do(person, stub):
     person.opens()
     person.writes("One evening")
@@ -383,14 +463,15 @@ def test_the_stored_tree_is_bounded(person):
         "import(new URL('page/tree.js', location)).then(({ Tree }) => {"
         "  const tree = new Tree(); const root = tree.add({ parent: null, written: 'root' });"
         "  for (let i = 0; i < 20; i++) tree.add({ parent: root.id, written: String(i).padStart(1000, '.') });"
-        "  const { json, dropped } = tree.save(9000);"
+        "  const none = tree.save(10).json; const { json, dropped } = tree.save(9000);"
         "  const again = Tree.of(json);"
-        "  done([json, dropped, again.text(), Tree.of('{').pieces.size, Tree.of(json).current === tree.current]); })"
+        "  done([json, dropped, again.text(), Tree.of('{').pieces.size, Tree.of(json).current === tree.current, none, tree.pieces.size]); })"
     )
-    json_text, dropped, text, of_nothing, same = made
+    json_text, dropped, text, of_nothing, same, none, size = made
     assert len(json_text) <= 9000
     assert text == "root" + "19".rjust(1000, ".")
     kept = [piece["written"].strip(".") for piece in json.loads(json_text)["pieces"]]
     assert kept == ["root", *(str(i) for i in range(dropped, 20))]
     assert of_nothing == 0
     assert same
+    assert (none, size) == (None, 21)  # what is not stored is still shown

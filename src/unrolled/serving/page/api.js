@@ -52,7 +52,13 @@ export async function ask(path, { method = "GET", json, body, type, signal } = {
   return response;
 }
 
-export const askJson = (path, options) => ask(path, options).then((response) => response.json());
+/** Throw the error of reading a body again: as a Refusal, unless the user has stopped it. */
+export function unread(error) {
+  if (error.name === "AbortError") throw error;
+  throw new Refusal(error instanceof SyntaxError ? "The answer is not that of this server." : "The connection broke off.");
+}
+
+export const askJson = (path, options) => ask(path, options).then((response) => response.json().catch(unread));
 
 /** Yield the chunks of a stream. Throws Refusal if the stream has an error or ends too early. */
 export async function* stream(path, json, signal) {
@@ -60,13 +66,7 @@ export async function* stream(path, json, signal) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    let piece;
-    try {
-      piece = await reader.read();
-    } catch (error) {
-      if (signal?.aborted) throw error;
-      throw new Refusal("The connection broke off.");
-    }
+    const piece = await reader.read().catch(unread);
     if (piece.done) throw new Refusal("The answer broke off before its end.");
     const lines = (rest + piece.value).split(/\r?\n/);
     rest = lines.pop();

@@ -25,7 +25,7 @@ export class Images {
       this.pad.paint();
       this.changed();
     });
-    $("draw").addEventListener("click", () => this.guard());
+    $("draw").addEventListener("click", ({ detail }) => (this.stop && detail > 1) || this.guard()); // no double click stops
     document.addEventListener("keydown", (event) => {
       if (event.key === "Escape" && this.stop) this.stop();
       else if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !this.stop && $("drawing").contains(event.target)) this.guard();

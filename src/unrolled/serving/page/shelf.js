@@ -4,8 +4,11 @@ import { Tree } from "./tree.js";
 
 const MOST = 1.5e6; // maximum number of characters of a tree; localStorage holds about 5 million in total
 
-/** The tree that is stored at a place; an empty tree if there is none. */
+const unkept = new Map(); // trees that could not be stored, by their places
+
+/** The tree of a place, stored or not; an empty tree if there is none. */
 export function load(place) {
+  if (unkept.has(place)) return unkept.get(place);
   try {
     return Tree.of(localStorage.getItem(place));
   } catch {
@@ -15,12 +18,15 @@ export function load(place) {
 
 /** Store a tree. Returns a message for the user, or "". */
 export function keep(place, tree) {
-  const { json, dropped } = tree.save(MOST);
+  const { json, pieces, dropped } = tree.save(MOST);
   try {
     if (json === null) throw new Error("too long");
     localStorage.setItem(place, json);
   } catch {
+    unkept.set(place, tree);
     return "This browser has no room for the history, which is lost when the page is closed.";
   }
+  unkept.delete(place);
+  tree.pieces = pieces;
   return dropped ? "The history was too long to store, so its oldest ends outside the current path were removed." : "";
 }

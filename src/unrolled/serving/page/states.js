@@ -1,6 +1,6 @@
 // States as safetensors files, whose metadata describe the state.
 
-import { ask, Refusal } from "./api.js";
+import { ask, Refusal, unread } from "./api.js";
 
 const LONGEST = 100e6; // maximum number of bytes of a header, a limit of the format
 
@@ -30,7 +30,7 @@ export async function upload(file, model, signal) {
 
 /** Download a state as a file. Throws Refusal. */
 export async function download(id, name) {
-  const content = await ask(`v1/states/${id}`).then((response) => response.blob());
+  const content = await ask(`v1/states/${id}`).then((response) => response.blob().catch(unread));
   const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(content), download: name });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 60e3); // the browser may still be asking where to save it

@@ -84,17 +84,21 @@ export class Tree {
     return gone.length;
   }
 
-  /** Return the tree as JSON of at most `most` characters; the oldest leaves outside the current path are dropped first. */
+  /**
+   * Return the tree as JSON of at most `most` characters, or null if this is too few, and the pieces in it: the oldest leaves
+   * outside the current path are dropped first. The tree itself keeps all of them.
+   */
   save(most) {
-    const write = () => JSON.stringify({ version: 1, current: this.current, pieces: Array.from(this.pieces.values()) });
+    const pieces = new Map(this.pieces);
+    const write = () => JSON.stringify({ version: 1, current: this.current, pieces: Array.from(pieces.values()) });
     let dropped = 0;
     for (let json = write(); ; json = write()) {
-      if (json.length <= most) return { json, dropped };
+      if (json.length <= most) return { json, pieces, dropped };
       const kept = new Set(this.path().map((piece) => piece.id));
-      const parents = new Set(Array.from(this.pieces.values(), (piece) => piece.parent));
-      const old = Array.from(this.pieces.keys()).find((id) => !kept.has(id) && !parents.has(id));
-      if (old === undefined) return { json: null, dropped };
-      this.pieces.delete(old);
+      const parents = new Set(Array.from(pieces.values(), (piece) => piece.parent));
+      const old = Array.from(pieces.keys()).find((id) => !kept.has(id) && !parents.has(id));
+      if (old === undefined) return { json: null, pieces, dropped };
+      pieces.delete(old);
       dropped += 1;
     }
   }

@@ -7,6 +7,7 @@ import { Run } from "./run.js";
 import { settings } from "./settings.js";
 import { keep, load } from "./shelf.js";
 import { download, upload } from "./states.js";
+import { Tree } from "./tree.js";
 import { tokens } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
@@ -15,11 +16,14 @@ const ENDS = { stop: "The model ended the text.", length: "", stopped: "Stopped.
 export class Writing {
   /** `fail(error, again)` shows an error; `again` repeats the action that failed. */
   constructor({ fail, clear }) {
-    Object.assign(this, { fail, clear, stop: null, rescue: null });
+    Object.assign(this, { fail, clear, stop: null, rescue: null, shown: null, drafts: new Map() });
     this.outline = new Outline($("tree"), (id) => this.choose(id));
     const buttons = { go: () => this.go(), again: () => this.again(), back: () => this.back(), fresh: () => this.choose(null), remove: () => this.remove(), download: () => this.download(), reread: () => this.reread(), open: () => $("file").click() };
     for (const [id, act] of Object.entries(buttons)) {
-      $(id).addEventListener("click", () => $(id).getAttribute("aria-disabled") !== "true" && this.guard(act));
+      $(id).addEventListener("click", ({ detail }) => {
+        const second = this.stop && detail > 1; // of a double click, whose first click began the run
+        if ($(id).getAttribute("aria-disabled") !== "true" && !second) this.guard(act);
+      });
     }
     $("file").addEventListener("change", () => {
       const [file] = $("file").files;
@@ -28,13 +32,15 @@ export class Writing {
     });
     document.addEventListener("keydown", (event) => this.key(event));
     addEventListener("storage", (event) => event.key === this.place && !$("writing").hidden && this.follow());
-    addEventListener("pagehide", (event) => event.persisted || this.leave());
+    addEventListener("pagehide", (event) => this.leave(event.persisted));
   }
 
-  /** Store the result so far if the page is closed during a run. */
-  leave() {
-    this.rescue?.();
-    this.rescue = null;
+  /** Store the result so far if the page is left during a run, which goes on if the browser keeps the page. */
+  leave(persisted) {
+    if (!this.rescue) return;
+    const tree = persisted ? Tree.of(this.tree.save(Infinity).json) : this.tree;
+    if (this.rescue(tree)) keep(this.place, tree);
+    if (!persisted) this.rescue = null;
   }
 
   /** Run an action; an error is shown, with a button that repeats the action. */
@@ -57,6 +63,7 @@ export class Writing {
   // --- what is shown ---------------------------------------------------------------------------------------------------
 
   use(model, view) {
+    this.putAside();
     Object.assign(this, { model, view, resume: null, place: `unrolled:${model.digest}:${view.name}` });
     view.told = (hint, forks) => {
       $("hint").textContent = hint;
@@ -67,8 +74,18 @@ export class Writing {
     $("fresh").textContent = view.words.fresh;
     showNothing();
     this.tree = load(this.place);
-    this.show();
+    this.show(this.drafts.get(this.spot));
     this.view.rest();
+  }
+
+  /** The piece whose text is shown, among the pieces of all models and views. */
+  get spot() {
+    return `${this.place}:${this.tree.current}`;
+  }
+
+  /** Remember the text in the field, for when its piece is chosen again. */
+  putAside() {
+    if (this.shown) this.drafts.set(this.shown, this.view.field.value);
   }
 
   /** Show what another tab has stored, but keep the place and the text of this one. */
@@ -91,6 +108,7 @@ export class Writing {
   show(text) {
     const { tree, model, view } = this;
     const { now } = tree;
+    this.shown = this.spot;
     this.outline.show(tree);
     view.show(tree, text);
     this.showBeginning();
@@ -143,11 +161,12 @@ export class Writing {
   choose(id) {
     if (this.stop) return;
     this.clear();
+    this.putAside();
     this.tree.current = id;
     this.resume = null;
     this.keep();
     showNothing();
-    this.show();
+    this.show(this.drafts.get(this.spot));
     this.view.rest();
     const { now } = this.tree;
     this.say(now ? `Going on from here, after ${tokens(now.length)}.` : `${this.view.words.fresh}.`);
@@ -198,7 +217,8 @@ export class Writing {
       showSize(model, before + run.count, "≈ ");
     };
     this.stop = () => run.stop();
-    this.rescue = () => run.written && this.add(base, typed, run, "stopped");
+    this.rescue = (tree) => run.written && this.add(tree, base, typed, run, "stopped");
+    this.drafts.delete(this.shown);
     view.begin(base, typed);
     this.enable();
     this.say("Writing.");
@@ -209,18 +229,16 @@ export class Writing {
     view.end();
     const forgotten = run.failure?.code === "unknown_state" ? this.tree.pieces.get(owner?.id) : null;
     if (forgotten) forgotten.lost = true;
-    const kept = run.written !== "" || (run.state !== null && typed !== "");
-    if (kept) this.add(base, typed, run, run.finish);
+    const kept = run.written !== "" || (run.state !== null && (typed !== "" || run.finish === "length"));
+    if (kept) this.outline.active = this.add(this.tree, base, typed, run, run.finish).id;
     this.keep();
     this.finish(run, kept, base, typed, draft);
   }
 
-  add(base, typed, { written, state, usage, count }, finish) {
+  add(tree, base, typed, { written, state, usage, count }, finish) {
     const before = base?.length ?? 0;
     const length = usage ? usage.prompt_tokens + usage.completion_tokens : before + count;
-    this.tree.add({ parent: base?.id ?? null, typed, written, state, finish, length, tokens: length - before });
-    this.outline.active = this.tree.current;
-    this.keep();
+    return tree.add({ parent: base?.id ?? null, typed, written, state, finish, length, tokens: length - before });
   }
 
   /** Show the result of a run, and how it ended. */

@@ -72,8 +72,10 @@ class _Completion:
             for given, before in zip(body.prompts, self._before, strict=True)
         ]
         self._logprobs = [
-            CompletionLogprobs(self._text, before, len(echoed))
-            for before, echoed in zip(continuing.runs.before, self._echoed, strict=True)
+            CompletionLogprobs(self._text, before, held, len(echoed))
+            for before, held, echoed in zip(
+                continuing.runs.before, continuing.runs.held, self._echoed, strict=True
+            )
             for _ in range(self._n)
         ]
         self._about = {
@@ -126,5 +128,5 @@ class _Completion:
         if prompted.logprobs is not None:
             known = prompted.logprobs[len(prompted.logprobs) - len(prompt) :]  # without the start symbol
             before = self._before[index // self._n]
-            logprobs = CompletionLogprobs(self._text, before, 0).of(prompt, known)
+            logprobs = CompletionLogprobs(self._text, before, (), 0).of(prompt, known)
         return choice(index, self._echoed[index // self._n], logprobs, None, None)

@@ -102,8 +102,8 @@ class Continuing:
     def __init__(self, text: Text, runs: Runs, body: TextContinuation) -> None:
         self.text, self.runs, self._tells_usage = text, runs, body.continuous_usage
         self._choices = [
-            Choice(text, before, body.stops, runs.asked.stops)
-            for before in runs.before
+            Choice(text, before, held, body.stops, runs.asked.stops, runs.asked.keep)
+            for before, held in zip(runs.before, runs.held, strict=True)
             for _ in range(runs.asked.n)
         ]
 
@@ -192,7 +192,8 @@ class Continuing:
                 if event.finish is None or not keeps:
                     yield piece
             elif isinstance(event, Finished):
-                for i, state in enumerate(await self.runs.kept(event)):
+                held = [choice.held for choice in self._choices[number * n : (number + 1) * n]]
+                for i, state in enumerate(await self.runs.kept(event, held)):
                     index = number * n + i
                     piece = last.get(index) or Piece(index, finish="length")  # the limit was 0
                     piece.state = state

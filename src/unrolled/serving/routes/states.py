@@ -98,9 +98,9 @@ async def forget(name: Name, request: Request, if_match: Annotated[str | None, H
 
 def _check(snapshot: Snapshot, served: Served) -> None:
     """Refuse a state that has the digest of a model, but cannot be a state of this model."""
-    if not snapshot.pending < served.vocab_size + int(served.start_token):
+    if (last := max(snapshot.pending, *snapshot.held, 0)) >= served.vocab_size + int(served.start_token):
         raise invalid(
-            f"the last token of the state is {snapshot.pending}, but the model has {served.vocab_size}",
+            f"the last tokens of the state have the id {last}, but the model has {served.vocab_size} ids",
             "state",
             "damaged_state",
         )
