@@ -5,6 +5,7 @@ import errno
 import gc
 import mmap
 import pickle
+import platform
 
 import pytest
 import torch
@@ -178,6 +179,20 @@ def test_a_token_reaches_no_earlier_one(name, instruction_set):
         after, _ = p.prefill(ids, p.init_state(1))
     assert torch.equal(before[:, :140], after[:, :140])
     assert after[:, 140].isnan().all()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors take no longer for such numbers")
+@torch.no_grad()
+def test_a_state_that_decays_does_not_stay_subnormal():
+    model, smallest = decoder(**MODELS["retention"]), torch.finfo(torch.float32).tiny
+    for block in model.stack.blocks:
+        block.attention.qkv_proj.weight.zero_()
+        block.attention.qkv_proj.bias.zero_()
+    p = plan(model)
+    state = p.init_state(1)
+    state = state._replace(fixed=torch.full_like(state.fixed, smallest))
+    _, after = p.step(torch.tensor([1]), state)
+    assert not after.fixed.any()
 
 
 def test_threads_are_those_of_torch_at_each_call():
