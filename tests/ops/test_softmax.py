@@ -13,6 +13,7 @@ from unrolled.ops import processor
 from unrolled.ops import state as states
 from unrolled.ops.dispatch import prefer
 from unrolled.ops.softmax import attention, empty_cache, softmax_attention, softmax_prefill, softmax_step
+from unrolled.ops.softmax import cache as cache_module
 from unrolled.ops.softmax.cache import RECENT
 from unrolled.ops.window import native
 
@@ -246,6 +247,26 @@ def test_prefill_and_steps_equal_one_pass(cuts):
         outs.append(o[:, None])
     torch.testing.assert_close(torch.cat(outs, 1), expected, rtol=1e-12, atol=1e-12)
     assert cache.position.tolist() == [T, T]
+
+
+def test_prefill_masks_only_where_there_is_padding(monkeypatch):
+    """A mask would copy all keys and values."""
+    masks = []
+
+    def noted(*x, key_padding_mask, run=softmax_attention, **options):
+        masks.append(key_padding_mask)
+        return run(*x, key_padding_mask=key_padding_mask, **options)
+
+    monkeypatch.setattr(cache_module, "softmax_attention", noted)
+    q, k, v = (x.detach() for x in leaves(2, 4, 4, 2, 2))
+    padding = torch.zeros(2, 4, dtype=torch.bool)
+    _, cache = softmax_prefill(q, k, v, cache_like(k, v), key_padding_mask=padding)
+    _, cache = softmax_prefill(q, k, v, cache)
+    assert masks == [None, None]
+    padding[0, 0] = True
+    _, cache = softmax_prefill(q, k, v, cache, key_padding_mask=padding)
+    softmax_prefill(q, k, v, cache)
+    assert [x.sum().item() for x in masks[2:]] == [1, 1]
 
 
 def test_prompts_of_unequal_length_continue_as_if_alone():

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import check_key_padding_mask, check_qkv, check_step, shape
+from unrolled.ops.checks import check_key_padding_mask, check_qkv, check_step, may_read, shape
 from unrolled.ops.masks import without_padding
 from unrolled.ops.precision import without_autocast
 from unrolled.ops.softmax.attention import softmax_attention
@@ -66,6 +66,8 @@ def softmax_prefill(
     dtype = cache.past_k.dtype
     keys, values = cache.past_k.transpose(1, 2), cache.past_v.transpose(1, 2)
     padding = cache.past_padding if anything_padded else None
+    if padding is not None and may_read(padding) and not padding.any():
+        padding = None  # a mask would copy all keys and values
     with without_autocast(q.device):
         o = softmax_attention(q.to(dtype), keys, values, causal=True, key_padding_mask=padding, scale=scale)
     return o.to(v.dtype), cache
