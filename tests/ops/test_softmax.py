@@ -211,6 +211,32 @@ def test_a_matrix_unit_computes_bf16_where_it_is_faster(monkeypatch):
     assert is_native(100, learns=False)
 
 
+@needs_kernels
+def test_torch_computes_a_few_queries_on_many_keys(monkeypatch):
+    monkeypatch.setattr(attention, "MANY_KEYS", 20)
+    seen = []
+    monkeypatch.setattr(native, "forward", lambda *x, run=native.forward: (seen.append(x), run(*x))[1])
+
+    def is_native(T, S, *, dtype=torch.float32, learns=False, padded=False, causal=False):
+        seen.clear()
+        q, k = (torch.randn(1, n, 2, 8, dtype=dtype, requires_grad=learns) for n in (T, S))
+        mask = torch.zeros(1, S, dtype=torch.bool) if padded else None
+        o = softmax_attention(q, k, k, causal=causal, key_padding_mask=mask)
+        exact = softmax_attention(q.double(), k.double(), k.double(), causal=causal)
+        torch.testing.assert_close(o.double(), exact, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
+        return bool(seen)
+
+    assert not is_native(8, 19)
+    assert is_native(9, 19)
+    assert is_native(8, 19, causal=True)
+    assert not is_native(8, 20, causal=True)
+    assert is_native(8, 20, learns=True)
+    assert is_native(8, 20, padded=True)
+    assert is_native(8, 20, dtype=torch.float16)
+    with torch.no_grad():
+        assert not is_native(8, 20, learns=True)
+
+
 def test_an_ordinary_gradient_is_that_of_the_fused_kernel():
     """Bit for bit: the math form takes its place only where the gradient is to be differentiated again."""
     q, k, v = x = [torch.randn(2, 40, 2, 8, requires_grad=True) for _ in range(3)]
