@@ -237,6 +237,18 @@ def test_torch_computes_a_few_queries_on_many_keys(monkeypatch):
         assert not is_native(8, 20, learns=True)
 
 
+@pytest.mark.parametrize("name", [None, "math", pytest.param("native", marks=needs_kernels)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_scores_of_width_0_are_all_0(name, causal):
+    q, k, v = torch.empty(2, 9, 2, 0), torch.empty(2, 9, 2, 0), torch.randn(2, 9, 2, 3)
+    seen = v.cumsum(1) / torch.arange(1, 10).view(1, 9, 1, 1) if causal else v.mean(1, True).expand_as(v)
+    torch.testing.assert_close(softmax_attention(q, k, v, causal=causal, backend=name), seen)
+    if causal:
+        _, cache = softmax_prefill(q[:, :8], k[:, :8], v[:, :8], cache_like(k, v))
+        o, _ = softmax_step(q[:, 8], k[:, 8], v[:, 8], cache)
+        torch.testing.assert_close(o, seen[:, 8])
+
+
 def test_an_ordinary_gradient_is_that_of_the_fused_kernel():
     """Bit for bit: the math form takes its place only where the gradient is to be differentiated again."""
     q, k, v = x = [torch.randn(2, 40, 2, 8, requires_grad=True) for _ in range(3)]

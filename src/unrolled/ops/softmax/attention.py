@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from unrolled.ops.checks import check_attn_mask, check_qkv, transforming
 from unrolled.ops.masks import causal_mask, packed_mask, without_padding
 from unrolled.ops.operators import differentiable_gradients
-from unrolled.ops.options import check_booleans, check_finite
+from unrolled.ops.options import check_booleans, score_scale
 from unrolled.ops.precision import promoted, without_autocast
 from unrolled.ops.processor import has_matrix_unit
 from unrolled.ops.window import native
@@ -77,8 +77,7 @@ def softmax_attention(
     """
     check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     check_booleans(causal=causal)
-    if scale is not None:
-        check_finite(scale=scale)
+    factor = score_scale(scale, q.shape[3])
     (B, T, H, _), S = q.shape, k.shape[1]
     out_dtype = v.dtype
     q, k, v = promoted(q, k, v)
@@ -88,7 +87,6 @@ def softmax_attention(
     if backend == "native" or (backend is None and attn_mask is None and _is_native_faster(inputs, causal)):
         if attn_mask is not None:
             raise ValueError("backend is 'native', which has no attn_mask; None takes one that has")
-        factor = q.shape[3] ** -0.5 if scale is None else scale
         options = Options(cu_seqlens, (-1, 0 if causal else -1), factor)
         return window.window_attention(inputs, options, "native")[0].to(out_dtype)
     allowed, bias = None, None
