@@ -8,7 +8,7 @@
 
 #include "packed.h"
 
-#if defined(__AVX512F__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__AVX512F__) && defined(__linux__)
 #define UNROLLED_AMX 1
 #include <cpuid.h>
 #include <immintrin.h>

@@ -101,6 +101,7 @@ void update_state(const Instruction& x, float* state, Int left, GateRow a, const
 }
 
 inline void recur(const Instruction& x, const SequenceRow& s, Int group) {
+    const FlushSubnormals flush(x.kind != NO_GATES);
     const TokenRow& t = s.row;
     const Int R = x.features, M = x.values, P = x.heads / x.groups;
     float *state = s.state + x.state + group * R * M, *z = s.state + x.state + x.groups * R * M + group * R;

@@ -327,7 +327,8 @@ class KeyGradients {
         transpose(chunk.n, x_.values, chunk.values.data, chunk.values.row, values_T_);
         multiply(x_.features, chunk.n, x_.values, {gradient.kv.data, gradient.kv.row, 1}, values_T_, d_k_T_,
                  false, prefetcher);
-        transpose(x_.features, chunk.n, d_k_T_.data, d_k_T_.row, d_k_);
+        // All lanes, so that those behind the features are 0 again: they may hold NaN of another head.
+        transpose(round_up(x_.features), chunk.n, d_k_T_.data, d_k_T_.row, d_k_);
         multiply(chunk.n, x_.values, x_.features, {chunk.keys.data, chunk.keys.row, 1}, gradient.kv, d_v_,
                  false, prefetcher);
         for (Int j = 0; j < chunk.n; ++j) {

@@ -76,6 +76,7 @@ Status run(const LinearStep& x) {
               *value = memory.floats(round_up(M));
         const Rows queries = memory.rows(P, round_up(R)), o = memory.rows(P, round_up(M));
         if (memory.failed()) return OUT_OF_MEMORY;
+        const FlushSubnormals flush(x.log_decay || x.feature_log_decay);
         const Int heads = x.batch * x.groups;
         for (Int head = heads * part / threads; head < heads * (part + 1) / threads; ++head) {
             const Int batch = head / x.groups, group = head % x.groups;

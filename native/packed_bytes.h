@@ -19,7 +19,7 @@
 #define UNROLLED_BYTES
 #elif defined(__ARM_FEATURE_DOTPROD)
 #define UNROLLED_BYTES
-#elif defined(__aarch64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#elif defined(__aarch64__) && defined(__linux__)
 #define UNROLLED_BYTES __attribute__((target("arch=armv8.2-a+dotprod")))
 #include <sys/auxv.h>
 #endif

@@ -42,7 +42,7 @@ inline Status parallel_for(Int n, Int threads, F&& f) {
 // While it exists, results of its thread that are below the normal numbers become 0. The state and its
 // gradient, multiplied by gates again and again, would otherwise stay subnormal, and some processors take 20
 // times as long to multiply such numbers. Inputs may be subnormal: fp16 numbers are widened by way of
-// subnormal ones.
+// subnormal ones. Nothing changes on Arm, where the setting would flush inputs too.
 class FlushSubnormals {
   public:
 #if defined(__SSE2__)

@@ -1,4 +1,4 @@
-// C = A B or C += A B for small matrices in the cache: the inner loop of every kernel but `linear_step`.
+// C = A B or C += A B for small matrices in the cache: the inner loop of attention over whole sequences.
 //
 // 1. A tile of C, a few rows by a few vectors, is kept in registers. For each element of the depth it takes
 //    a row of B and a column of A: 24 multiply-adds for 4 loads and 6 broadcasts on AVX-512.

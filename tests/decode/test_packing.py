@@ -154,6 +154,14 @@ def test_what_is_unpacked_is_what_was_rounded(weights, inputs, outputs, size, se
         assert all(torch.equal(again[name], x) for name, x in packed.tensors().items())
 
 
+@pytest.mark.parametrize("weights", PACKINGS)
+def test_a_weight_may_have_any_strides(weights):
+    w = torch.randn(64, 96)
+    moved = w.T.contiguous().T
+    assert torch.equal(unpack(pack(moved, None, weights)), unpack(pack(w, None, weights)))
+    assert torch.equal(rounded(moved, weights), rounded(w, weights))
+
+
 def test_a_weight_that_is_not_finite_stays_so():
     for bad in (torch.nan, torch.inf, torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)):
         w = torch.randn(2, 40)

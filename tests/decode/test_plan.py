@@ -1,8 +1,11 @@
 """Plans equal their models, and refuse what they cannot run."""
 
 import copy
+import errno
 import gc
+import mmap
 import pickle
+import platform
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from torch import nn
 
 from unrolled.contract import UnsupportedError
 from unrolled.decode import plan
-from unrolled.decode.packing import TILE, rounded
+from unrolled.decode.packing import PACKINGS, TILE, rounded
 from unrolled.decode.program import MOST_POSITIONS
 from unrolled.generation import generate
 from unrolled.models import Encoder, EncoderConfig
@@ -178,6 +181,20 @@ def test_a_token_reaches_no_earlier_one(name, instruction_set):
     assert after[:, 140].isnan().all()
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors take no longer for such numbers")
+@torch.no_grad()
+def test_a_state_that_decays_does_not_stay_subnormal():
+    model, smallest = decoder(**MODELS["retention"]), torch.finfo(torch.float32).tiny
+    for block in model.stack.blocks:
+        block.attention.qkv_proj.weight.zero_()
+        block.attention.qkv_proj.bias.zero_()
+    p = plan(model)
+    state = p.init_state(1)
+    state = state._replace(fixed=torch.full_like(state.fixed, smallest))
+    _, after = p.step(torch.tensor([1]), state)
+    assert not after.fixed.any()
+
+
 def test_threads_are_those_of_torch_at_each_call():
     p, before = plan(decoder(**MODELS["hybrid"])), torch.get_num_threads()
     try:
@@ -222,6 +239,29 @@ def test_weights_of_half_precision_are_widened():
     with torch.no_grad():
         expected = model.float()(tokens())
     torch.testing.assert_close(p.prefill(tokens(), p.init_state(3))[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("weights", PACKINGS)
+def test_weights_may_have_any_strides(weights):
+    model, moved = (decoder(**MODELS["hybrid"] | {"d_model": 64, "d_ff": 128}) for _ in range(2))
+    for module in moved.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(module.weight.detach().T.contiguous().T)
+    expected, found = ((p := plan(x, weights)).prefill(tokens(), p.init_state(3))[0] for x in (model, moved))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="only Linux has such pages")
+def test_linux_may_refuse_large_pages(monkeypatch):
+    class Refusing(mmap.mmap):
+        def madvise(self, *_):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    model = decoder()
+    (expected,) = plan(model).generate([[1]], 5, seed=0)
+    monkeypatch.setattr(mmap, "mmap", Refusing)
+    (found,) = plan(model).generate([[1]], 5, seed=0)
+    assert torch.equal(found, expected)
 
 
 class Doubled(FeedForward):

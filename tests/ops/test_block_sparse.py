@@ -65,6 +65,14 @@ def test_groups_of_blocks_change_nothing(monkeypatch):
         assert_same(list(block_sparse_attention(*inputs, blocks, block_size=(4, 4))), list(whole), inputs)
 
 
+def test_scores_of_width_0_are_all_0():
+    v, blocks = draw(1, 8, 2, 3), torch.tensor([[0, 1], [1, -1]]).reshape(1, 1, 2, 2)
+    found, expected = (
+        block_sparse_attention(x, x, v, blocks, block_size=(4, 4)) for x in (v.new_empty(1, 8, 2, 0), 0 * v)
+    )
+    torch.testing.assert_close(found, expected)
+
+
 def test_parts_merge_to_the_whole():
     inputs = [draw(1, 8, 1, 3), draw(1, 8, 1, 3, seed=1), draw(1, 8, 1, 3, seed=2)]
     blocks = torch.tensor([[0, 1, 2], [3, 0, -1], [1, 1, 1], [-1, -1, 2]]).reshape(1, 1, 4, 3)

@@ -19,7 +19,7 @@ from unrolled.ops.gla import (
     diagonal_linear_attention_reference,
     diagonal_linear_attention_step,
 )
-from unrolled.ops.linear import linear_attention
+from unrolled.ops.linear import LinearState, linear_attention, linear_attention_step
 
 if not native.available():
     pytest.skip(str(native.missing()), allow_module_level=True)
@@ -187,3 +187,16 @@ def test_what_gates_have_shrunk_becomes_0_before_it_is_slow(form):
         assert not ((x != 0) & (x.abs() < torch.finfo(torch.float32).tiny)).any()
     assert grads[1][:, -500:].any()
     assert (torch.tensor([1e-39]) * 1).item() > 0  # the setting of the processor is as before
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors take no longer for such numbers")
+def test_what_gates_shrink_step_by_step_becomes_0_too():
+    x, state = (
+        torch.zeros(1, 1, 8),
+        LinearState(torch.full((1, 1, 8, 8), 2e-38), torch.full((1, 1, 8), 2e-38)),
+    )
+    gates = torch.full((1, 1, 8), -2.0)
+    _, by_feature = diagonal_linear_attention_step(x, x, x, gates, state.kv)
+    _, by_head = linear_attention_step(x, x, x, state, log_decay=gates[..., 0])
+    assert not any(y.any() for y in (by_feature, *by_head))
+    assert (torch.tensor([1e-39]) * 1).item() > 0

@@ -123,6 +123,23 @@ def test_gates_without_a_gradient_change_no_other_gradient(causal):
         assert torch.equal(constant, learned)
 
 
+@pytest.mark.parametrize("R", [3, 8, 9, 17])
+def test_nan_in_one_head_reaches_no_other(R):
+    x = [torch.rand(1, 40, 2, n) + 0.1 for n in (R, R, 5)] + [-torch.rand(1, 40, 2)]
+
+    def of_second_head(*x):
+        *qkv, gates = x = [y.clone().requires_grad_() for y in x]
+        o = form(*qkv, causal=True, log_decay=gates)
+        return [y[:, :, 1] for y in (o, *torch.autograd.grad(o.sum(), x))]
+
+    expected = of_second_head(*x)
+    for y in x:
+        bad = y.clone()
+        bad[:, 20, 0] = torch.nan
+        found = of_second_head(*(bad if z is y else z for z in x))
+        assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize(("R", "M"), [(256, 64), (64, 256), (300, 20)])
 def test_wide_heads(R, M):
     case = Case(T=50, S=50, B=1, G=1, R=R, M=M, dtype=torch.float32)

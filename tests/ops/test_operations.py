@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from importlib import reload
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from unrolled.ops.dplr import dplr, dplr_step
 from unrolled.ops.gla import diagonal_linear_attention, diagonal_linear_attention_step
 from unrolled.ops.linear import LinearState, linear_attention_step
 from unrolled.ops.packing import unpack
+from unrolled.ops.window import operator
 
 
 def diagonal(q: Tensor, k: Tensor, v: Tensor, **masks: Tensor) -> Tensor:
@@ -125,6 +127,18 @@ def test_packs_have_second_derivatives(form, offsets):
     with_graph = torch.autograd.grad(packed(*x).sum(), x, create_graph=True)
     assert [g.shape for g in with_graph] == [y.shape for y in x]
     assert torch.autograd.gradgradcheck(lambda q, k, v: packed(q, k, v).sum(), x)
+
+
+def test_a_module_that_registers_an_operator_can_be_reloaded():
+    q, k, v = (torch.rand(1, 30, 2, 5, requires_grad=True) for _ in range(3))
+
+    def results():
+        o = FORMS["window"](q, k, v)
+        return [o, *torch.autograd.grad(o.square().sum(), (q, k, v))]
+
+    expected = results()
+    reload(operator)
+    assert all(map(torch.equal, results(), expected))
 
 
 @operators

@@ -13,6 +13,7 @@ from unrolled.ops import processor
 from unrolled.ops import state as states
 from unrolled.ops.dispatch import prefer
 from unrolled.ops.softmax import attention, empty_cache, softmax_attention, softmax_prefill, softmax_step
+from unrolled.ops.softmax import cache as cache_module
 from unrolled.ops.softmax.cache import RECENT
 from unrolled.ops.window import native
 
@@ -210,6 +211,44 @@ def test_a_matrix_unit_computes_bf16_where_it_is_faster(monkeypatch):
     assert is_native(100, learns=False)
 
 
+@needs_kernels
+def test_torch_computes_a_few_queries_on_many_keys(monkeypatch):
+    monkeypatch.setattr(attention, "MANY_KEYS", 20)
+    seen = []
+    monkeypatch.setattr(native, "forward", lambda *x, run=native.forward: (seen.append(x), run(*x))[1])
+
+    def is_native(T, S, *, dtype=torch.float32, learns=False, padded=False, causal=False):
+        seen.clear()
+        q, k = (torch.randn(1, n, 2, 8, dtype=dtype, requires_grad=learns) for n in (T, S))
+        mask = torch.zeros(1, S, dtype=torch.bool) if padded else None
+        o = softmax_attention(q, k, k, causal=causal, key_padding_mask=mask)
+        exact = softmax_attention(q.double(), k.double(), k.double(), causal=causal)
+        torch.testing.assert_close(o.double(), exact, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
+        return bool(seen)
+
+    assert not is_native(8, 19)
+    assert is_native(9, 19)
+    assert is_native(8, 19, causal=True)
+    assert not is_native(8, 20, causal=True)
+    assert is_native(8, 20, learns=True)
+    assert is_native(8, 20, padded=True)
+    assert is_native(8, 20, dtype=torch.float16)
+    with torch.no_grad():
+        assert not is_native(8, 20, learns=True)
+
+
+@pytest.mark.parametrize("name", [None, "math", pytest.param("native", marks=needs_kernels)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_scores_of_width_0_are_all_0(name, causal):
+    q, k, v = torch.empty(2, 9, 2, 0), torch.empty(2, 9, 2, 0), torch.randn(2, 9, 2, 3)
+    seen = v.cumsum(1) / torch.arange(1, 10).view(1, 9, 1, 1) if causal else v.mean(1, True).expand_as(v)
+    torch.testing.assert_close(softmax_attention(q, k, v, causal=causal, backend=name), seen)
+    if causal:
+        _, cache = softmax_prefill(q[:, :8], k[:, :8], v[:, :8], cache_like(k, v))
+        o, _ = softmax_step(q[:, 8], k[:, 8], v[:, 8], cache)
+        torch.testing.assert_close(o, seen[:, 8])
+
+
 def test_an_ordinary_gradient_is_that_of_the_fused_kernel():
     """Bit for bit: the math form takes its place only where the gradient is to be differentiated again."""
     q, k, v = x = [torch.randn(2, 40, 2, 8, requires_grad=True) for _ in range(3)]
@@ -246,6 +285,26 @@ def test_prefill_and_steps_equal_one_pass(cuts):
         outs.append(o[:, None])
     torch.testing.assert_close(torch.cat(outs, 1), expected, rtol=1e-12, atol=1e-12)
     assert cache.position.tolist() == [T, T]
+
+
+def test_prefill_masks_only_where_there_is_padding(monkeypatch):
+    """A mask would copy all keys and values."""
+    masks = []
+
+    def noted(*x, key_padding_mask, run=softmax_attention, **options):
+        masks.append(key_padding_mask)
+        return run(*x, key_padding_mask=key_padding_mask, **options)
+
+    monkeypatch.setattr(cache_module, "softmax_attention", noted)
+    q, k, v = (x.detach() for x in leaves(2, 4, 4, 2, 2))
+    padding = torch.zeros(2, 4, dtype=torch.bool)
+    _, cache = softmax_prefill(q, k, v, cache_like(k, v), key_padding_mask=padding)
+    _, cache = softmax_prefill(q, k, v, cache)
+    assert masks == [None, None]
+    padding[0, 0] = True
+    _, cache = softmax_prefill(q, k, v, cache, key_padding_mask=padding)
+    softmax_prefill(q, k, v, cache)
+    assert [x.sum().item() for x in masks[2:]] == [1, 1]
 
 
 def test_prompts_of_unequal_length_continue_as_if_alone():

@@ -327,6 +327,15 @@ def inputs(**changes):
 
 
 @pytest.mark.parametrize("form", [window_attention, window_attention_reference])
+def test_scores_of_width_0_are_all_0(form):
+    v = torch.rand(1, 9, 2, 5)
+    found, expected = (
+        form(x, x, v, window_size=(2, 1), return_lse=True) for x in (v.new_empty(1, 9, 2, 0), 0 * v)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("form", [window_attention, window_attention_reference])
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

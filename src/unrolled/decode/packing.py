@@ -75,7 +75,7 @@ def pack(weight: Tensor, bias: Tensor | None, weights: Weights, rounding: Roundi
     """Pack a matrix `[out, in]` and a bias `[out]`; `rounding` replaces the default one of "int4"."""
     outputs, inputs = weight.shape
     wide = weight.detach().to("cpu", torch.float32)
-    w = pad(wide, (0, -inputs % GROUP, 0, -outputs % TILE))
+    w = pad(wide.contiguous(), (0, -inputs % GROUP, 0, -outputs % TILE))
     if weights == "int4" and rounding is not None:
         tiles, scales, sums = _int4(*rounding(w))
     else:
@@ -123,7 +123,7 @@ def unpack(packed: Packed) -> Tensor:
 
 def rounded(weight: Tensor, weights: Weights) -> Tensor:
     """Round a matrix `[out, in]` as `pack` does, and return it in fp32."""
-    w = weight.detach().to("cpu", torch.float32)
+    w = weight.detach().to("cpu", torch.float32).contiguous()
     if weights == "fp32":
         return w
     if weights == "bf16":

@@ -4,6 +4,7 @@ A core of a Zen 4 reads 100 MB of weights in pages of 4 KiB in 6.3 ms, and in pa
 """
 
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -37,7 +38,8 @@ class LargePages:
 def _mapped(size: int) -> Tensor:
     """New memory of `size` bytes that begins at a page; it takes space only where it is written to."""
     memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # Linux may be built without such pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     begin = -whole.data_ptr() % PAGE
     return whole[begin : begin + size]

@@ -26,6 +26,7 @@ from unrolled.ops.checks import check_qkv, may_read, transforming, wrong
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import average_and_lse
 from unrolled.ops.operators import differentiable_gradients
+from unrolled.ops.options import score_scale
 from unrolled.ops.precision import accumulation_dtype, promoted, without_autocast
 from unrolled.ops.window import native
 from unrolled.ops.window.blocks import Inputs, Options
@@ -90,7 +91,7 @@ def block_sparse_attention(
     if N * n_keys * L == 0:
         return v.new_zeros(B, T, H, M, dtype=out_dtype), q.new_full((B, T, H), -math.inf, dtype=dtype)
     with without_autocast(q.device):
-        q = _cut(q.to(dtype) * (D**-0.5 if scale is None else scale), C)
+        q = _cut(q.to(dtype) * score_scale(scale, D), C)
         k, v = (_cut(x.to(dtype), K).flatten(0, 2) for x in (k, v))
         number = blocks.clamp(min=0)
         hidden = (blocks < 0).repeat_interleave(K, -1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 Computes = Callable[..., Sequence[Tensor]]
+_LIBRARIES: dict[str, torch.library.Library] = {}  # of each operator, which exists as long as its library
 
 
 def register(
@@ -75,7 +76,8 @@ def register(
         of_inputs = (g if x is not None and needs else None for x, needs, g in needed)
         return *of_inputs, *(None for _ in (*others, *options))
 
-    torch.library.register_autograd(operator, gradient, setup_context=setup_context)
+    library = _LIBRARIES[forward_schema.partition("(")[0]]
+    torch.library.register_autograd(operator, gradient, setup_context=setup_context, lib=library)
     return operator
 
 
@@ -83,9 +85,11 @@ def _define(schema: str, function: Computes, fake: Computes) -> Any:
     """Define an operator; one of `torch.library.custom_op` would import the compiler in its first call."""
     name, parenthesis, arguments = schema.partition("(")
     qualified = f"unrolled::{name}"
-    torch.library.define(qualified, parenthesis + arguments, tags=torch.Tag.pt2_compliant_tag)
-    torch.library.impl(qualified, "CompositeExplicitAutograd", function)
-    torch.library.register_fake(qualified, fake)
+    _LIBRARIES.pop(name, None)  # where a module is reloaded
+    library = _LIBRARIES[name] = torch.library.Library("unrolled", "FRAGMENT")  # type: ignore[no-untyped-call]
+    torch.library.define(qualified, parenthesis + arguments, lib=library, tags=torch.Tag.pt2_compliant_tag)
+    torch.library.impl(qualified, "CompositeExplicitAutograd", function, lib=library)
+    torch.library.register_fake(qualified, fake, lib=library)
     return getattr(torch.ops.unrolled, name).default
 
 

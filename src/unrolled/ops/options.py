@@ -51,6 +51,18 @@ def check_finite(**numbers: object) -> None:
             raise ValueError(f"{name} is {x!r}, but must be a finite number")
 
 
+def score_scale(scale: float | None, width: int) -> float:
+    """Return the factor of scores of vectors of `width`: a given finite `scale`, or 1/sqrt(width).
+
+    With a width of 0, all scores are 0, whatever the factor.
+    """
+    if scale is None:
+        factor: float = max(width, 1) ** -0.5
+        return factor
+    check_finite(scale=scale)
+    return scale
+
+
 def check_above_zero(**numbers: object) -> None:
     """Require finite numbers above 0."""
     check_finite(**numbers)

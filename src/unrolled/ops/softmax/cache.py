@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import check_key_padding_mask, check_qkv, check_step, shape
+from unrolled.ops.checks import check_key_padding_mask, check_qkv, check_step, may_read, shape
 from unrolled.ops.masks import without_padding
+from unrolled.ops.options import score_scale
 from unrolled.ops.precision import without_autocast
 from unrolled.ops.softmax.attention import softmax_attention
 
@@ -66,6 +67,8 @@ def softmax_prefill(
     dtype = cache.past_k.dtype
     keys, values = cache.past_k.transpose(1, 2), cache.past_v.transpose(1, 2)
     padding = cache.past_padding if anything_padded else None
+    if padding is not None and may_read(padding) and not padding.any():
+        padding = None  # a mask would copy all keys and values
     with without_autocast(q.device):
         o = softmax_attention(q.to(dtype), keys, values, causal=True, key_padding_mask=padding, scale=scale)
     return o.to(v.dtype), cache
@@ -83,7 +86,7 @@ def softmax_step(
     cache = extend_cache_by_one(cache, k, v)
     (B, H, D), (_, G, M), dtype = q.shape, v.shape, cache.past_k.dtype
     with without_autocast(q.device):
-        grouped = (q.to(dtype) * (D**-0.5 if scale is None else scale)).reshape(B, G, H // G, D)
+        grouped = (q.to(dtype) * score_scale(scale, D)).reshape(B, G, H // G, D)
         weights = cached_scores(grouped, cache).softmax(-1)
         P = cache.past_k.shape[2]
         o = weights[..., :P] @ cache.past_v + weights[..., P:] @ cache.recent_v

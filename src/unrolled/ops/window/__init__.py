@@ -23,7 +23,7 @@ from torch import Tensor
 
 from unrolled.ops.checks import check_qkv, wrong
 from unrolled.ops.masks import without_padding
-from unrolled.ops.options import check_finite
+from unrolled.ops.options import score_scale
 from unrolled.ops.precision import accumulation_dtype, promoted, without_autocast
 from unrolled.ops.window import operator as kernels
 from unrolled.ops.window.blocks import Inputs, Options
@@ -104,7 +104,7 @@ def window_attention(
     q, k, v = promoted(q, k, v)
     inputs = Inputs(q, k, v, key_padding_mask)
     left, right = window_size
-    options = Options(cu_seqlens, (left, right), _scale(q, scale))
+    options = Options(cu_seqlens, (left, right), score_scale(scale, q.shape[3]))
     o, lse = kernels.window_attention(inputs, options, backend)
     o = o.to(out_dtype)
     return (o, lse) if return_lse else o
@@ -121,7 +121,7 @@ def window_attention_reference(
     window_size, padding = options["window_size"], options.get("key_padding_mask")
     cu_seqlens = options.get("cu_seqlens")
     k, v = _check_and_mask(q, k, v, window_size, padding, cu_seqlens)
-    T, S, scale = q.shape[1], k.shape[1], _scale(q, options.get("scale"))
+    T, S, scale = q.shape[1], k.shape[1], score_scale(options.get("scale"), q.shape[3])
     spans = [(0, T, 0, S)]
     if cu_seqlens is not None:
         spans = [(a, b, a, b) for a, b in pairwise(cu_seqlens.tolist())] or [(0, 0, 0, 0)]
@@ -157,12 +157,6 @@ def _reference(inputs: Inputs, window_size: tuple[int, int], scale: float) -> tu
         o = torch.einsum("bths,bshm->bthm", scores.softmax(-1), v_heads).masked_fill(nothing, 0)
         lse = scores.logsumexp(-1).masked_fill(nothing.squeeze(-1), -math.inf)
         return o.to(v.dtype), lse
-
-
-def _scale(q: Tensor, scale: float | None) -> float:
-    if scale is not None:
-        check_finite(scale=scale)
-    return q.shape[3] ** -0.5 if scale is None else scale
 
 
 def _check_and_mask(
