@@ -46,13 +46,16 @@ inline Status parallel_for(Int n, Int threads, F&& f) {
 class FlushSubnormals {
   public:
 #if defined(__SSE2__)
-    explicit FlushSubnormals(bool on) : before_(_mm_getcsr()) {
-        if (on) _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON);
+    explicit FlushSubnormals(bool on) : on_(on), before_(_mm_getcsr()) {
+        if (on_) _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON);
     }
-    ~FlushSubnormals() { _mm_setcsr(before_); }
+    ~FlushSubnormals() {
+        if (on_) _mm_setcsr(before_);
+    }
     FlushSubnormals(const FlushSubnormals&) = delete;
 
   private:
+    bool on_;
     unsigned before_;
 #else
     explicit FlushSubnormals(bool) {}
