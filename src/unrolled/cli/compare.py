@@ -48,6 +48,9 @@ def compare(
     expected of a mechanism that is not an approximation. Random inputs are a hard case: real queries and keys
     have more structure.
 
+    `similarity` and `topk` are quadratic in the length, and measured up to 4,096 tokens only. `aft` has
+    position_bias=local unless --set says otherwise. The report is written after each length.
+
     \b
     Examples:
       unrolled compare performer nystromformer linformer
@@ -77,12 +80,17 @@ def compare(
     settings = comparison.Settings(
         against, d_model, n_heads, causal, spread, seconds=seconds, options=_by_mechanism(options or [])
     )
+    plotted = can_plot()
+
+    def write(rows: "Sequence[Row]") -> None:
+        numbers = {"settings": asdict(settings), "rows": [asdict(row) for row in rows]}
+        text = f"{_markdown(rows, settings)}\n"
+        files = {"comparison.json": json.dumps(numbers, indent=1).encode(), "comparison.md": text.encode()}
+        write_files(out, files | (_plots(rows) if plotted else {}))
+
     with cpu_threads(threads), Console(stderr=True).status("measuring") as status:
-        rows = comparison.compare(mechanisms or attention.names(), sizes, settings, status.update)
-    typer.echo(text := _markdown(rows, settings))
-    numbers = {"settings": asdict(settings), "rows": [asdict(row) for row in rows]}
-    files = {"comparison.json": json.dumps(numbers, indent=1).encode(), "comparison.md": f"{text}\n".encode()}
-    write_files(out, files | (_plots(rows) if can_plot() else {}))
+        rows = comparison.compare(mechanisms or attention.names(), sizes, settings, status.update, write)
+    typer.echo(_markdown(rows, settings))
     typer.echo(f"\nThe report: {out / 'comparison.md'}")
 
 
