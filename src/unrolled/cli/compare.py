@@ -13,6 +13,8 @@ from unrolled.cli._output import can_plot, check_report, write_files
 if TYPE_CHECKING:
     from unrolled.bench.comparison import Row, Settings
 
+PLOTS = {"error.png", "time.png", "memory.png"}
+
 
 def compare(
     mechanisms: Annotated[
@@ -38,7 +40,9 @@ def compare(
             help="Seconds per length for the forward passes, and as many for forward and backward passes.",
         ),
     ] = 2.0,
-    out: Annotated[Path, typer.Option(help="The folder of the report.")] = Path("runs/compare"),
+    out: Annotated[
+        Path, typer.Option(help="The folder of the report; an earlier report there is replaced.")
+    ] = Path("runs/compare"),
     force: Force = False,
 ) -> None:
     """Measure error, time and memory of mechanisms relative to softmax attention.
@@ -86,7 +90,7 @@ def compare(
         numbers = {"settings": asdict(settings), "rows": [asdict(row) for row in rows]}
         text = f"{_markdown(rows, settings)}\n"
         files = {"comparison.json": json.dumps(numbers, indent=1).encode(), "comparison.md": text.encode()}
-        write_files(out, files | (_plots(rows) if plotted else {}))
+        write_files(out, files | (_plots(rows) if plotted else {}), PLOTS)
 
     with cpu_threads(threads), Console(stderr=True).status("measuring") as status:
         rows = comparison.compare(mechanisms or attention.names(), sizes, settings, status.update, write)
