@@ -226,8 +226,8 @@ def test_a_run_is_known_by_its_settings_its_data_and_its_evaluations(tiny: Path)
 
 
 def test_runs_that_come_with_the_library_are_taken_over(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reproduce(tiny, "--only", "wide")
-    [*_, before] = (tiny.parent / "out").glob("tiny/*/results.json")
+    reproduce(tiny, "--only", "wide", "--scale", "full")
+    before = tiny.parent / "out" / "tiny" / "full" / "results.json"
     found = json.loads(before.read_text())
     shutil.rmtree(before.parent)
     monkeypatch.setattr(experiments, "obtained", lambda name: found if name == "tiny" else None)
@@ -257,6 +257,7 @@ def test_an_experiment_is_copied_and_listed(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["--only", "wide,slim"], "--only has 'slim', but the contenders are narrow, wide"),
+        (["--shipped", "--scale", "quick"], "--scale is 'quick', but must be full: the results of --shipped"),
         (["--scale", "big"], "scale is 'big', but must be one of quick, full, smoke"),
         (["--table"], "no run of tiny has ended in"),
         (["--table", "--only", "wide"], "--only is for a training, but --table makes none"),
