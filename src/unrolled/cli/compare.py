@@ -52,7 +52,7 @@ def compare(
     expected of a mechanism that is not an approximation. Random inputs are a hard case: real queries and keys
     have more structure.
 
-    `similarity` and `topk` are quadratic in the length, and measured up to 4,096 tokens only. `aft` has
+    Beyond 4,096 tokens, `similarity` and `topk` need gigabytes or minutes, and are not measured. `aft` has
     position_bias=local unless --set says otherwise. The report is written after each length.
 
     \b
