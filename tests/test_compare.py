@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
-from commands import error, works
+from commands import error, run, works
 
 from unrolled.attention.linear import LinearAttention
 from unrolled.attention.softmax import SoftmaxAttention
+from unrolled.bench import comparison, mechanisms
 from unrolled.bench.comparison import Settings, compare
 from unrolled.contract import Supports, UnsupportedError
 
@@ -54,6 +55,39 @@ def test_a_mechanism_that_cannot_is_reported_and_the_others_are_measured(monkeyp
         compare(["softmax"], [8], Settings(**SMALL, against="linear"))
 
 
+def test_what_needs_gigabytes_is_refused_beyond_the_limit(monkeypatch):
+    monkeypatch.setattr(mechanisms, "LONGEST", 8)
+    rows = compare(["similarity", "linear"], [8, 9], Settings(**SMALL))
+    refused = {(row.mechanism, row.length): row.refused for row in rows if row.refused}
+    assert refused == {("similarity", 9): "quadratic in the length, so up to 8 tokens only"}
+    monkeypatch.setattr(comparison, "_at", lambda *_: pytest.fail("measured"))
+    with pytest.raises(ValueError, match="9 tokens are too many for topk: quadratic in the length"):
+        compare(["linear"], [8, 9], Settings(**SMALL, against="topk"))
+
+
+def test_a_bound_on_the_length_is_the_largest_length():
+    rows = compare(["linformer", "aft"], [8, 1030], Settings(**SMALL))
+    assert not any(row.refused for row in rows)
+    [*_, row] = compare(["aft"], [8], Settings(**SMALL, options={"aft": {"max_length": 3}}))
+    assert "max_length = 3" in row.refused
+
+
+def test_an_interrupt_loses_one_length_only(tmp_path, monkeypatch):
+    at = comparison._at
+
+    def interrupted(length, *rest):
+        if length == 9:
+            raise KeyboardInterrupt
+        return at(length, *rest)
+
+    monkeypatch.setattr(comparison, "_at", interrupted)
+    words = ["linear", "--lengths", "8,9", "--d-model", "16", "--n-heads", "2", "--seconds", "0"]
+    assert run("compare", *words, "--out", tmp_path).exit_code == 130
+    found = json.loads((tmp_path / "comparison.json").read_text())
+    assert [(row["mechanism"], row["length"]) for row in found["rows"]] == [("softmax", 8), ("linear", 8)]
+    assert "| 8 | linear |" in (tmp_path / "comparison.md").read_text()
+
+
 def test_the_command_writes_a_report(tmp_path):
     arguments = ["linear", "--lengths", "8,16", "--d-model", "16", "--n-heads", "2", "--seconds", "0"]
     options = ["--set", "linear.feature_map=relu", "--out", str(tmp_path)]
@@ -62,7 +96,9 @@ def test_the_command_writes_a_report(tmp_path):
     assert found["settings"]["options"] == {"linear": {"feature_map": "relu"}}
     assert [row["mechanism"] for row in found["rows"]] == ["softmax", "linear"] * 2
     assert "| 16 | linear |" in (tmp_path / "comparison.md").read_text()
-    assert {"error.png", "time.png", "memory.png"} <= {path.name for path in tmp_path.iterdir()}
+    assert {path.name for path in tmp_path.glob("*.png")} == {"error.png", "time.png", "memory.png"}
+    works("compare", "softmax", *arguments[1:], "--out", str(tmp_path))  # its error is 0, which has no plot
+    assert {path.name for path in tmp_path.glob("*.png")} == {"time.png", "memory.png"}
 
 
 @pytest.mark.parametrize(

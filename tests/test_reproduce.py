@@ -160,16 +160,26 @@ def test_runs_of_another_experiment_are_not_mixed_in(tiny: Path) -> None:
 
 
 def test_a_swept_value_may_diverge(tiny: Path) -> None:
-    def write(rates: list[float]) -> None:
-        tiny.write_text(yaml.safe_dump(TINY | {"sweep": {"train.lr": rates}}, sort_keys=False))
-
-    write([0.001, 1e30])
+    tiny.write_text(yaml.safe_dump(TINY | {"sweep": {"train.lr": [0.001, 1e30]}}, sort_keys=False))
     for _ in range(2):
         assert "| wide | 0.001 |" in reproduce(tiny, "--only", "wide")
     text = (tiny.parent / "out" / "tiny" / "quick" / "table.md").read_text()
     assert "diverged" in text
-    write([1e30])
-    assert "is nan" in error("reproduce", tiny, "--out", tiny.parent / "other")
+
+
+def test_a_contender_that_diverges_does_not_stop_the_others(tiny: Path) -> None:
+    contenders = {"wide": {"train.lr": 1e30}, "narrow": {"model.d_model": 8}}
+    changes = {"contenders": contenders, "seeds": [3, 4], "scales": {"quick": {}}, "horizontal": "evaluate"}
+    kept = {name: value for name, value in TINY.items() if name != "sweep"}
+    tiny.write_text(yaml.safe_dump(kept | changes, sort_keys=False))
+    for _ in range(2):
+        printed = reproduce(tiny)
+        assert "| wide | diverged |" in printed
+        assert '\nNOT HELD: loss["wide"] < loss["narrow"]\n' in printed
+    folder = tiny.parent / "out" / "tiny" / "quick"
+    assert {x.relative_to(folder).as_posix() for x in folder.glob("*/*")} == {
+        "wide/seed=3", "narrow/seed=3", "narrow/seed=4"
+    }  # fmt: skip
 
 
 def test_wrong_settings_are_found_before_any_training(tiny: Path) -> None:
@@ -216,8 +226,8 @@ def test_a_run_is_known_by_its_settings_its_data_and_its_evaluations(tiny: Path)
 
 
 def test_runs_that_come_with_the_library_are_taken_over(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reproduce(tiny, "--only", "wide")
-    [*_, before] = (tiny.parent / "out").glob("tiny/*/results.json")
+    reproduce(tiny, "--only", "wide", "--scale", "full")
+    before = tiny.parent / "out" / "tiny" / "full" / "results.json"
     found = json.loads(before.read_text())
     shutil.rmtree(before.parent)
     monkeypatch.setattr(experiments, "obtained", lambda name: found if name == "tiny" else None)
@@ -247,6 +257,7 @@ def test_an_experiment_is_copied_and_listed(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["--only", "wide,slim"], "--only has 'slim', but the contenders are narrow, wide"),
+        (["--shipped", "--scale", "quick"], "--scale is 'quick', but must be full: the results of --shipped"),
         (["--scale", "big"], "scale is 'big', but must be one of quick, full, smoke"),
         (["--table"], "no run of tiny has ended in"),
         (["--table", "--only", "wide"], "--only is for a training, but --table makes none"),

@@ -113,6 +113,10 @@ def test_a_quick_run_of_everything(tmp_path, monkeypatch):
         (["step", "--lengths", "ten"], "--lengths is 'ten', but must be positive integers separated by"),
         (["step", "--lengths", "0,5"], "--lengths is '0,5', but must be positive"),
         (["step", "--lengths", ","], "--lengths is ',', but must be positive"),
+        (
+            ["step", "drawing", "--lengths", "8"],
+            "--lengths is '8', but must be left out: no length is varied in step, drawing",
+        ),
         (["step", "--device", "meta"], "--device is meta, but must be a device whose tensors hold values"),
         (["step", "--device", "nowhere"], "--device nowhere cannot be used here"),
     ],

@@ -84,6 +84,10 @@ def test_the_machine_and_its_limits_are_reported(report):
     assert "A processor, 2 cores, 8 GB of memory, AVX2, device cpu, 1 thread, load average 0.2" in text
     assert "- unrolled 0.1, torch 2.13; native kernels: avx2\n" in text
     assert "multiply-adds in registers 100.0 GFLOP/s; copying 20.0 GB/s" in text
+    assert "quick" not in text
+    quick = dataclasses.replace(report, settings=report.settings | {"quick": True})
+    text = markdown(quick, {"case": ("What it asks.", "N")})
+    assert "GB/s\n- quick: tiny sizes, one run each; the times have no meaning\n\n## case" in text
     limits = LIMITS | {"flops": None, "flops_missing": "no compiler was found"}
     text = markdown(dataclasses.replace(report, limits=limits), {"case": ("What it asks.", "N")})
     assert "multiply-adds in registers not measured: no compiler was found" in text

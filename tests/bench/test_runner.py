@@ -208,6 +208,14 @@ def test_the_command_refuses_to_print_a_speed_for_a_wrong_result(wrong_case, tmp
     assert (tmp_path / "results.json").exists()
 
 
+def test_a_report_replaces_an_earlier_one(wrong_case, tmp_path):
+    for name in ("linear-forward-time.png", "linear-forward-memory.png", "mine.png"):
+        (tmp_path / name).touch()
+    run("bench", "doubling", "--quick", "--force", "--out", tmp_path)
+    pictures = {path.name for path in tmp_path.glob("*.png")}
+    assert pictures - {"doubling-time.png"} == {"mine.png"}
+
+
 def test_remarks_come_with_their_size(wrong_case):
     remarked = problem(("a", doubling(), {}), remark=lambda medians: f"of {sorted(medians)}")
     noted = dataclasses.replace(wrong_case, problem=lambda size, settings: remarked)

@@ -88,6 +88,52 @@ def test_a_text_that_is_too_short_is_refused_before_training(tmp_path, monkeypat
         measured(Namespace(text=str(text), measure=3000, segment=100, bf16=False))
 
 
+def test_models_are_accelerated_and_run_once_before_they_are_timed(monkeypatch):
+    times, events = script("hf_accelerate").times, []
+
+    class Model(torch.nn.Linear):
+        kind = "before"
+
+        def generate(self, ids, **options):
+            events.append((self.kind, ids.shape[1], options["max_new_tokens"]))
+
+    def accelerate(model):
+        events.append("accelerate")
+        model.kind = "after"
+
+    def take_turns(runs, **options):
+        events.append("clock")
+        return {name: [run() or 0.0] for name, run in runs.items()}
+
+    monkeypatch.setitem(times.__globals__, "hf", SimpleNamespace(accelerate=accelerate))
+    monkeypatch.setitem(times.__globals__, "take_turns", take_turns)
+    times(Model(2, 2), 1)
+    turn = [(kind, *sizes) for sizes in ((1024, 1), (16, 64)) for kind in ("before", "after")]
+    assert events == ["accelerate", *turn, "clock", *turn]
+
+
+@pytest.mark.parametrize(("length", "first", "timed"), [(0, 4096, [4096] * 8), (20_000, 8192, [20_000])])
+def test_the_first_update_is_not_timed(length, first, timed, tmp_path, monkeypatch):
+    text = tmp_path / "text"
+    text.write_text("abc" * 20_000)
+    measured, events = script("long_sequence").measured, []
+
+    def update(model, batch, *rest):
+        events.append(batch.inputs.shape[1])
+        return 0.0, None
+
+    def clock():
+        events.append("clock")
+        return len(events)
+
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    monkeypatch.setitem(measured.__globals__, "add_gradient", update)
+    monkeypatch.setitem(measured.__globals__, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setitem(measured.__globals__, "keep_freed_memory", lambda: events.append("kept"))
+    measured(Namespace(text=str(text), measure=length, segment=4096, bf16=False))
+    assert events == ["kept", first, "clock", *timed, "clock"]
+
+
 def test_a_length_without_sentences_has_no_score(tmp_path, monkeypatch, capsys):
     sides = (["a b c"] * 2, ["d e f"] * 2)
     run = SimpleNamespace(dataset=SimpleNamespace(sentences=lambda name: sides))

@@ -78,8 +78,25 @@ def test_a_run_that_diverged_is_not_the_best():
     runs[first.folder], runs[second.folder] = {"loss": None, "evaluations": {"longer": {}}}, figures(0.7)
     assert results.best("wide").swept == {"train.lr": 0.1}
     assert results.tried()[1] == [["wide", "diverged", "0.700"]]
-    runs[second.folder] = runs[first.folder]
-    assert results.mean("loss", "wide") is None
+
+
+def test_a_contender_that_diverged_is_no_better_than_any_other():
+    runs = {}
+    expect = ['loss["narrow"] < loss["wide"]', 'loss["narrow"] < 9', 'max(9, loss["wide"]) > loss["narrow"]']
+    results = Results(tiny(seeds=[0, 1], expect=expect), runs)
+    none = {"loss": None, "evaluations": {"longer": {}}}
+    for trial in results.trials("wide"):
+        runs[trial.folder] = none
+    assert results.trials("wide") == list(tiny().sweeps("wide")), "no other seed is needed"
+    assert results.table() == (["contender", "train.lr", "loss", "seeds"], [["wide", "", "diverged", "1"]])
+    for _ in range(2):
+        for trial in results.trials("narrow"):
+            runs[trial.folder] = figures(0.5)
+    assert results.table()[1][0][:3] == ["narrow", "0.001", "0.500 ± 0.000"]
+    assert [(x.held, x.sides) for x in results.verdicts()] == [(False, None), (True, (0.5, 9)), (False, None)]
+    runs[results.seeds("narrow")[1].folder] = none
+    assert results.table()[1][0][:3] == ["narrow", "0.001", "diverged"]
+    assert [x.held for x in results.verdicts()] == [False] * 3
 
 
 def test_times_of_two_processors_are_not_compared():

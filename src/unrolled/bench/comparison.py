@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from unrolled import attention
 from unrolled.bench.measure import take_turns
+from unrolled.bench.mechanisms import OPTIONS, too_long
 from unrolled.contract import UnsupportedError
 from unrolled.training.memory import PeakBytes
 
@@ -27,7 +28,8 @@ class Settings:
         batch: number of sequences.
         seconds: the time that all layers share at one length, once for the forward pass, and once for the
             forward and backward pass.
-        options: further arguments by the name of the mechanism.
+        options: further arguments by the name of the mechanism. By default, AFT has biases in a window only,
+            and `max_length` is the largest length.
     """
 
     against: str = "softmax"
@@ -67,33 +69,41 @@ def compare(
     lengths: Sequence[int],
     settings: Settings,
     tell: Callable[[str], object] = lambda _: None,
+    save: Callable[[list[Row]], object] = lambda _: None,
 ) -> list[Row]:
     """Compare mechanisms with `settings.against`, which comes first in the result, at each length.
 
     All mechanisms get the same standard normal inputs and the same weights in their projections. Their other
     parameters, such as gates or random features, are those of a construction with torch's seed 0.
 
+    `tell` is called with the current length, and `save` with all rows so far, after each length.
+
     Raises:
-        ValueError: a mechanism or one of its options does not exist.
+        ValueError: a mechanism or one of its options does not exist, or a length is too large for
+            `settings.against`.
         UnsupportedError: `settings.against` cannot run at all.
     """
     if unused := sorted((settings.options or {}).keys() - {settings.against, *names}):
         raise ValueError(f"options are given for {', '.join(unused)}, but these are not compared")
-    first = _layer(settings.against, settings)
+    longest = max(lengths)
+    if reason := too_long(settings.against, longest):
+        raise ValueError(f"{longest:,} tokens are too many for {settings.against}: {reason}")
+    first = _layer(settings.against, longest, settings)
     layers: dict[str, nn.Module | str] = {settings.against: first}
     for name in names:
         if name not in layers:
             try:
-                layers[name] = _layer(name, settings)
+                layers[name] = _layer(name, longest, settings)
             except UnsupportedError as error:
                 layers[name] = str(error)
     for layer in layers.values():
         if isinstance(layer, nn.Module) and _comparable(layer, first):
             layer.load_state_dict(_projections(first), strict=False)
-    rows = []
+    rows: list[Row] = []
     for length in lengths:
         tell(f"{length:,} tokens")
         rows += _at(length, layers, settings)
+        save(rows)
     return rows
 
 
@@ -107,6 +117,8 @@ def _at(length: int, layers: Mapping[str, nn.Module | str], settings: Settings) 
         try:
             if isinstance(layer, str):
                 raise UnsupportedError(layer)
+            if reason := too_long(name, length):
+                raise UnsupportedError(reason)
             with torch.inference_mode():
                 outputs[name] = layer(x)
             able[name] = layer
@@ -133,12 +145,14 @@ def _at(length: int, layers: Mapping[str, nn.Module | str], settings: Settings) 
     return rows
 
 
-def _layer(name: str, settings: Settings) -> nn.Module:
-    options = (settings.options or {}).get(name, {})
+def _layer(name: str, longest: int, settings: Settings) -> nn.Module:
+    mechanism: Any = attention.load(name)
+    bound = {"max_length": longest} if mechanism.supports.max_length else {}
+    options = bound | OPTIONS.get(name, {}) | dict((settings.options or {}).get(name, {}))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
-            layer = attention.load(name)(
+            layer: nn.Module = mechanism(
                 settings.d_model, settings.n_heads, causal=settings.causal, **options
             )
         except TypeError as error:

@@ -63,8 +63,8 @@ def problem(
         make = partial(layer, name, length, causal, options)
 
         def prepare(name: str = name, make: Callable[[], nn.Module] = make) -> Callable[[], Sequence[Tensor]]:
-            if name in QUADRATIC and length > LONGEST:
-                raise NotMeasuredError(f"quadratic in the length, so up to {LONGEST:,} tokens only")
+            if reason := too_long(name, length):
+                raise NotMeasuredError(reason)
             return partial(run, make().to(settings.device), x)
 
         def compute(make: Callable[[], nn.Module] = make) -> Sequence[Tensor]:
@@ -76,6 +76,13 @@ def problem(
         definitions[name] = Definition(compute, ["output", "gradient of the input"], allowed)
         contenders.append(Contender(f"unrolled {name}", prepare, name, ours=True))
     return Problem(contenders, definitions, tokens=length)
+
+
+def too_long(name: str, length: int) -> str:
+    """Return why a mechanism is not measured at this length; empty if it is."""
+    if name in QUADRATIC and length > LONGEST:
+        return f"quadratic in the length, so up to {LONGEST:,} tokens only"
+    return ""
 
 
 def rounding(exact: Sequence[Tensor], make: Callable[[], nn.Module], x: Tensor) -> float:

@@ -100,6 +100,7 @@ def machine_text(report: Report) -> str:
     flops = f"not measured: {limits['flops_missing']}" if peak is None else f"{peak / 1e9:.1f} GFLOP/s"
     memory = "" if machine["memory_bytes"] is None else f", {size(machine['memory_bytes'])} of memory"
     threads = machine["threads"]
+    quick = ["- quick: tiny sizes, one run each; the times have no meaning"] * report.settings["quick"]
     load = "" if machine["load"] is None else f", load average {machine['load']:.1f} at the start"
     return "\n".join(
         [
@@ -109,6 +110,7 @@ def machine_text(report: Report) -> str:
             f"- {versions}; native kernels: {machine['kernels']}",
             f"- limits: multiply-adds in registers {flops}; copying {limits['copying'] / 1e9:.1f} GB/s "
             f"(read and written), reading {limits['reading'] / 1e9:.1f} GB/s",
+            *quick,
         ]
     )
 

@@ -36,7 +36,8 @@ def write(results: Results, scale: str, folder: Path) -> None:
         text += f"\n{title}\n\n{table(*more)}\n"
     write_file(folder / "results.json", f"{json.dumps(results.to_json() | about, indent=1)}\n")
     write_file(folder / "table.md", f"# {experiment.name}, {scale}\n\n{experiment.claim}\n\n{text}")
-    picture = plot(results) if lines and can_plot() else None
+    measured = any(results.mean("loss", name) for name in experiment.contenders)
+    picture = plot(results) if measured and can_plot() else None
     if picture is not None:
         write_file(folder / "plot.png", picture)
     write_file(folder / "report.html", page(results, scale, picture))

@@ -168,23 +168,19 @@ def run(
     missing = [x for x in contenders if any(y.folder not in runs for y in results.trials(x))]
     _check_all(experiment, missing, folder, data_dir)
     for contender in contenders:
-        swept = list(experiment.sweeps(contender))
-        for trial in _needed(swept, results, contender):
+        for trial in _needed(experiment, results, contender):
             before = runs.get(trial.folder)
             if before is not None and not _has_ended(folder, trial):
                 continue  # it comes with the library
-            may_diverge = len(swept) > 1 and trial in swept
-            runs[trial.folder] = _measured(
-                experiment, trial, folder, data_dir, device, before, may_diverge=may_diverge
-            )
+            runs[trial.folder] = _measured(experiment, trial, folder, data_dir, device, before)
             if before is None:
                 on_end(results)
     return results
 
 
-def _needed(swept: list[Trial], results: Results, contender: str) -> Iterator[Trial]:
+def _needed(experiment: Experiment, results: Results, contender: str) -> Iterator[Trial]:
     """Yield the runs of a contender: the other seeds are known once those that are swept have ended."""
-    yield from swept
+    yield from experiment.sweeps(contender)
     yield from results.seeds(contender)
 
 
@@ -195,12 +191,10 @@ def _measured(
     data_dir: Path | None,
     device: torch.device,
     before: Figures | None,
-    *,
-    may_diverge: bool = False,
 ) -> Figures:
     """Train and evaluate, unless that has been done with the same settings and data.
 
-    If a run that may diverge does so, it has no measures, and the loss None.
+    A run that diverges has no measures, and the loss None.
     """
     run_dir, values = folder / trial.folder, _values(experiment, trial, folder, data_dir)
     run = run_config.resolve(values, device)
@@ -220,8 +214,6 @@ def _measured(
             outdated=run_config.MODEL_FILES,
         )
     except FloatingPointError:
-        if not may_diverge:
-            raise
         none: dict[str, Any] = {
             "loss": None,
             "evaluations": {name: {} for name in experiment.evaluate},

@@ -1,6 +1,6 @@
 """The output of commands: checks before overwriting, reports, progress, pictures that name their command."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,13 +69,15 @@ def check_report(folder: Path, name: str, keys: set[str], force: bool) -> None:
     check_folder(folder, "a report of this command", lambda: is_report(folder / name, keys), force=force)
 
 
-def write_files(out: Path, files: Mapping[str, bytes]) -> None:
-    """Write files into a folder, each atomically."""
+def write_files(out: Path, files: Mapping[str, bytes], optional: Collection[str] = ()) -> None:
+    """Write files into a folder, each atomically, and remove the `optional` ones that are not written."""
     from unrolled.folders import writing_folder
 
     with writing_folder(out) as folder:
         for name, content in files.items():
             (folder / name).write_bytes(content)
+    for name in set(optional) - files.keys():
+        (out / name).unlink(missing_ok=True)
 
 
 @contextmanager

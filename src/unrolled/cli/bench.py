@@ -19,7 +19,11 @@ def bench(
     cases: Annotated[list[str] | None, typer.Argument(help="Cases to run; all by default.")] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="List the cases without measuring.")] = False,
     lengths: Annotated[
-        str | None, typer.Option(help="Sequence lengths, as in 256,1024; by default those of each case.")
+        str | None,
+        typer.Option(
+            help="Sequence lengths, as in 256,1024, for the cases that differ in these; by default those of "
+            "each case."
+        ),
     ] = None,
     only: Annotated[
         str | None,
@@ -29,7 +33,9 @@ def bench(
     seconds: Annotated[
         float, typer.Option(min=0.0, help="Seconds per case and size, shared by its contenders.")
     ] = 3.0,
-    out: Annotated[Path, typer.Option(help="The folder of the report.")] = Path("runs/bench"),
+    out: Annotated[
+        Path, typer.Option(help="The folder of the report; an earlier report there is replaced.")
+    ] = Path("runs/bench"),
     device: Annotated[str, typer.Option(help="A torch device, such as cuda.")] = "cpu",
     quick: Annotated[
         bool,
@@ -81,13 +87,19 @@ def bench(
             typer.echo(f"{case.name:24} {case.about}")
         return
     check_report(out, "results.json", {"machine", "limits", "settings", "rows"}, force)
-    _run(runner.matching(chosen, settings) if words else chosen, settings, out)
+    if words:
+        chosen = runner.matching(chosen, settings)
+    if sizes is not None and all(case.axis != "N" for case in chosen):
+        names = ", ".join(case.name for case in chosen)
+        raise ValueError(f"--lengths is {lengths!r}, but must be left out: no length is varied in {names}")
+    _run(chosen, settings, out)
 
 
 def _run(chosen: "Sequence[Case]", settings: "Settings", out: Path) -> None:
     """Measure case by case, and write the report after each, so that an interrupt loses only one case."""
     from dataclasses import asdict
 
+    from unrolled.bench import cases as registry
     from unrolled.bench import machine, report, runner
 
     with Console(stderr=True).status("measuring the machine's limits") as status:
@@ -95,6 +107,8 @@ def _run(chosen: "Sequence[Case]", settings: "Settings", out: Path) -> None:
         found = report.Report(machine.describe(settings), asdict(limits), asdict(settings))
         typer.echo(report.machine_text(found))
         plotted = can_plot()
+        plots: dict[str, bytes] = {}
+        optional = {f"{name}-{cost}.png" for name in registry.CASES for cost in ("time", "memory")}
         abouts = {case.name: (case.about, case.axis) for case in chosen}
         for case in chosen:
             rows, remarks = runner.run_case(case, settings, limits, status.update)
@@ -102,8 +116,8 @@ def _run(chosen: "Sequence[Case]", settings: "Settings", out: Path) -> None:
             found.remarks[case.name] = remarks
             typer.echo("\n" + report.case_text(found, case.name, case.about, case.axis))
             files = {"results.json": found.to_json(), "results.md": report.markdown(found, abouts)}
-            plots = _plots(found, case) if plotted else {}
-            write_files(out, {name: text.encode() for name, text in files.items()} | plots)
+            plots |= _plots(found, case) if plotted else {}
+            write_files(out, {name: text.encode() for name, text in files.items()} | plots, optional)
     typer.echo(f"\nThe report: {out / 'results.md'}")
     if found.refused:
         names = ", ".join(dict.fromkeys(f"{row.contender} ({row.case})" for row in found.refused))

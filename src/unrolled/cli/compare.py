@@ -13,6 +13,8 @@ from unrolled.cli._output import can_plot, check_report, write_files
 if TYPE_CHECKING:
     from unrolled.bench.comparison import Row, Settings
 
+PLOTS = {"error.png", "time.png", "memory.png"}
+
 
 def compare(
     mechanisms: Annotated[
@@ -38,7 +40,9 @@ def compare(
             help="Seconds per length for the forward passes, and as many for forward and backward passes.",
         ),
     ] = 2.0,
-    out: Annotated[Path, typer.Option(help="The folder of the report.")] = Path("runs/compare"),
+    out: Annotated[
+        Path, typer.Option(help="The folder of the report; an earlier report there is replaced.")
+    ] = Path("runs/compare"),
     force: Force = False,
 ) -> None:
     """Measure error, time and memory of mechanisms relative to softmax attention.
@@ -47,6 +51,9 @@ def compare(
     the output of the reference mechanism. 0 means the same function; about 1 means little in common, as
     expected of a mechanism that is not an approximation. Random inputs are a hard case: real queries and keys
     have more structure.
+
+    Beyond 4,096 tokens, `similarity` and `topk` need gigabytes or minutes, and are not measured. `aft` has
+    position_bias=local unless --set says otherwise. The report is written after each length.
 
     \b
     Examples:
@@ -77,12 +84,17 @@ def compare(
     settings = comparison.Settings(
         against, d_model, n_heads, causal, spread, seconds=seconds, options=_by_mechanism(options or [])
     )
+    plotted = can_plot()
+
+    def write(rows: "Sequence[Row]") -> None:
+        numbers = {"settings": asdict(settings), "rows": [asdict(row) for row in rows]}
+        text = f"{_markdown(rows, settings)}\n"
+        files = {"comparison.json": json.dumps(numbers, indent=1).encode(), "comparison.md": text.encode()}
+        write_files(out, files | (_plots(rows) if plotted else {}), PLOTS)
+
     with cpu_threads(threads), Console(stderr=True).status("measuring") as status:
-        rows = comparison.compare(mechanisms or attention.names(), sizes, settings, status.update)
-    typer.echo(text := _markdown(rows, settings))
-    numbers = {"settings": asdict(settings), "rows": [asdict(row) for row in rows]}
-    files = {"comparison.json": json.dumps(numbers, indent=1).encode(), "comparison.md": f"{text}\n".encode()}
-    write_files(out, files | (_plots(rows) if can_plot() else {}))
+        rows = comparison.compare(mechanisms or attention.names(), sizes, settings, status.update, write)
+    typer.echo(_markdown(rows, settings))
     typer.echo(f"\nThe report: {out / 'comparison.md'}")
 
 

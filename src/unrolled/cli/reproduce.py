@@ -21,7 +21,8 @@ def reproduce(
     scale: Annotated[
         str | None,
         typer.Option(
-            help="Scale of the experiment, such as quick or full; by default the first in its file."
+            help="Scale of the experiment, such as quick or full; by default the first in its file, and full "
+            "with --shipped."
         ),
     ] = None,
     only: Annotated[
@@ -51,8 +52,8 @@ def reproduce(
 
     Each run is an ordinary run folder below OUT/NAME/SCALE. To continue after an interruption, repeat the
     command: finished runs are not trained again. OUT/NAME/SCALE also holds results.json, table.md, plot.png
-    and report.html. `--shipped` uses the results that come with the library, and trains only other contenders
-    and seeds.
+    and report.html. `--shipped` uses the results that come with the library, which are of the scale full, and
+    trains only other contenders and seeds.
     """
     from unrolled.cli import _experiments
     from unrolled.cli._device import choose
@@ -69,7 +70,11 @@ def reproduce(
         return
     if table:
         refuse({"--only": only}, "a training, but --table makes none")
-    scale = scale or next(iter(experiment.scales))
+    if shipped and scale not in (None, "full"):
+        raise ValueError(
+            f"--scale is {scale!r}, but must be full: the results of --shipped are of this scale"
+        )
+    scale = scale or ("full" if shipped else next(iter(experiment.scales)))
     experiment = experiment.at(scale)
     contenders = _chosen(experiment, only)
     folder = out / experiment.name / scale

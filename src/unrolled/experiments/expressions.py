@@ -45,6 +45,10 @@ Value = Callable[[str, str, str | None], float | None]
 """Returns a measure of a contender, in a further evaluation if one is named; None if not known yet."""
 
 
+class DivergedError(Exception):
+    """A run that an expectation needs diverged, so the expectation does not hold."""
+
+
 class _UnknownError(Exception):
     """A run that an expectation needs has not ended yet."""
 
@@ -89,11 +93,16 @@ class Expectation:
         return {x.value.id for x in nodes if isinstance(x, ast.Subscript) and isinstance(x.value, ast.Name)}
 
     def judge(self, value: Value) -> tuple[bool | None, tuple[float, float] | None]:
-        """Return whether the expectation holds, and both sides; None and None if this is not known yet."""
+        """Return whether the expectation holds, and both sides.
+
+        Both are None if this is not known yet, and the sides are None if a run diverged.
+        """
         try:
             sides = _number(self.left, value), _number(self.right, value)
         except _UnknownError:
             return None, None
+        except DivergedError:
+            return False, None
         return COMPARE[self.relation](*sides), sides
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unrolled.experiments.definition import Experiment, Trial
-from unrolled.experiments.expressions import MEASURES
+from unrolled.experiments.expressions import MEASURES, DivergedError
 
 Figures = Mapping[str, Any]
 """The figures of a run: the `MEASURES`, and under "evaluations" those of each further evaluation. A measure
@@ -29,7 +29,10 @@ class Mean(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """An expectation, whether it holds, and the values of both sides; both are None if runs are missing."""
+    """An expectation, whether it holds, and the values of both sides.
+
+    Both are None if runs are missing. If a run diverged, the expectation does not hold, and has no values.
+    """
 
     text: str
     held: bool | None
@@ -60,9 +63,21 @@ class Results:
         return tried[min(tried, key=lambda folder: _known(self.runs[folder]["loss"]))]
 
     def seeds(self, contender: str) -> list[Trial]:
-        """List the runs of a contender with the best values of the swept settings, one for each seed."""
+        """List the runs of a contender with the best values of the swept settings, one for each seed.
+
+        If training diverged at all values, there is only the one with the first seed.
+        """
         best = self.best(contender)
-        return [] if best is None else [Trial(contender, best.swept, x) for x in self.experiment.seeds]
+        if best is None:
+            return []
+        if self.runs[best.folder]["loss"] is None:
+            return [best]
+        return [Trial(contender, best.swept, x) for x in self.experiment.seeds]
+
+    def diverged(self, contender: str) -> bool:
+        """Return whether training has diverged with the best values of the swept settings, at any seed."""
+        ended = [self.figures(trial) for trial in self.seeds(contender)]
+        return any(x is not None and x["loss"] is None for x in ended)
 
     def trials(self, contender: str) -> list[Trial]:
         """List all runs of a contender that are needed, as far as this is known."""
@@ -91,7 +106,13 @@ class Results:
     def table(self) -> Table:
         """Return the header and a line for each contender that has ended."""
         experiment = self.experiment
-        measures = [x for x in MEASURES if any(self.mean(x, name) for name in experiment.contenders)]
+
+        def cell(measure: str, name: str) -> str:
+            if measure == "loss" and self.diverged(name):
+                return "diverged"
+            return shown_as(measure, self.mean(measure, name))
+
+        measures = [x for x in MEASURES if any(cell(x, name) for name in experiment.contenders)]
         header = ["contender", *(["published"] if experiment.published else []), *experiment.sweep]
         lines = []
         for name in experiment.contenders:
@@ -99,8 +120,9 @@ class Results:
             if best is None:
                 continue
             line = [name, *([experiment.published.get(name, "")] if experiment.published else [])]
-            line += map(_short, best.swept.values())
-            lines.append([*line, *(shown_as(x, self.mean(x, name)) for x in measures)])
+            chosen = self.runs[best.folder]["loss"] is not None
+            line += [_short(x) if chosen else "" for x in best.swept.values()]
+            lines.append([*line, *(cell(x, name) for x in measures)])
         return [*header, *map(_words, measures), "seeds"], [
             [*line, str(sum(self.figures(x) is not None for x in self.seeds(line[0])))] for line in lines
         ]
@@ -152,7 +174,13 @@ class _Judge:
         self._processors: set[object] = set()
 
     def value(self, measure: str, contender: str, evaluation: str | None) -> float | None:
-        """Return a mean; None if it is not known yet, or cannot be compared with the values before it."""
+        """Return a mean; None if it is not known yet, or cannot be compared with the values before it.
+
+        Raises:
+            DivergedError: a run of the contender diverged.
+        """
+        if self._results.diverged(contender):
+            raise DivergedError
         ended = [self._results.figures(trial) for trial in self._results.seeds(contender)]
         mean = self._results.mean(measure, contender, evaluation)
         if mean is None or None in ended:
