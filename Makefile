@@ -69,7 +69,7 @@ test-serve: $(VENV)/clients
 
 # Tests of the web pages in a real browser. Needs chromium, chromedriver and npm.
 test-web: $(VENV)/installed
-	$(PYTEST) -m web
+	$(PYTEST) -n auto --dist loadfile -m web
 
 # Tests a wheel in a new virtual environment and without a compiler, as a user installs it. The wheel is built here,
 # unless WHEEL=FILE names another one. TESTS="tests/ops tests/data" runs these tests only.

@@ -13,14 +13,14 @@ def labels(person):
 
 
 def test_eight_completions_of_what_a_pointer_has_drawn(person, stub):
-    stub.pause = 0.02
+    stub.pause = 0.1  # long enough to see the images incomplete on a slow machine
     person.opens("digits")
     person["clear"].click()
     ActionChains(person.browser).move_to_element_with_offset(
         person["pad"], -60, -80
     ).click_and_hold().move_by_offset(90, 20).release().perform()
     person["draw"].click()
-    wait_for(person.browser, lambda _: any("88 %" in label for label in labels(person)))
+    wait_for(person.browser, lambda _: any("75 %" in x or "88 %" in x for x in labels(person)))
     assert person["draw-label"].text == "Stop"
     person.waits()
     (body,) = stub.bodies(IMAGES)
