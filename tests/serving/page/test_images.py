@@ -68,7 +68,7 @@ def test_a_run_takes_no_focus_and_other_tabs_do_not_disturb_it(person, stub):
     person.opens("book")
     person.writes("One evening")
     Select(person["model"]).select_by_value("digits")
-    stub.pause = 0.02
+    stub.pause = 0.1
     person["count"].send_keys(Keys.CONTROL, Keys.ENTER)
     person.waits("running")
     size = person["bytes"].text
