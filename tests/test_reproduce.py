@@ -182,6 +182,16 @@ def test_a_contender_that_diverges_does_not_stop_the_others(tiny: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_plot_of_which_nothing_is_left_is_removed(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    reproduce(tiny, "--only", "wide")
+    plot = tiny.parent / "out" / "tiny" / "quick" / "plot.png"
+    assert plot.exists()
+    monkeypatch.setattr(_experiment_report, "losses", lambda _: None)
+    reproduce(tiny, "--only", "wide")
+    assert not plot.exists()
+
+
 def test_wrong_settings_are_found_before_any_training(tiny: Path) -> None:
     for changes, message in (
         ({"contenders": {"wide": None, "a": {"model.d_modell": 3}}}, "d_modell"),

@@ -195,9 +195,11 @@ def test_a_character_may_be_cut_between_two_answers(stream: bool) -> None:
             found = post(http, **body)
             told.append(found["choices"][0]["text"])
             state = found["state"]
+            offsets = found["choices"][0]["logprobs"]["text_offset"]
         file = http.get(f"/v1/states/{state}").content
         assert http.put(f"/v1/states/{state}", content=file).status_code == 200
     assert told == ["a", "", "€b", "\ufffdcd"]
+    assert stream or offsets == [1, 2]
 
 
 def test_a_character_that_no_other_answer_can_complete_is_shown_as_broken() -> None:

@@ -36,9 +36,10 @@ def write(results: Results, scale: str, folder: Path) -> None:
         text += f"\n{title}\n\n{table(*more)}\n"
     write_file(folder / "results.json", f"{json.dumps(results.to_json() | about, indent=1)}\n")
     write_file(folder / "table.md", f"# {experiment.name}, {scale}\n\n{experiment.claim}\n\n{text}")
-    measured = any(results.mean("loss", name) for name in experiment.contenders)
-    picture = plot(results) if measured and can_plot() else None
-    if picture is not None:
+    picture = plot(results) if can_plot() else None
+    if picture is None:
+        (folder / "plot.png").unlink(missing_ok=True)
+    else:
         write_file(folder / "plot.png", picture)
     write_file(folder / "report.html", page(results, scale, picture))
 
@@ -64,15 +65,16 @@ def places(runs: Iterable[Figures], processor: str) -> list[str]:
     return sorted({name if device != "cpu" else f"one core of {name}" for name, device in found})
 
 
-def plot(results: Results) -> bytes:
-    """Draw the runs that have ended: their losses during training, or their further evaluations."""
+def plot(results: Results) -> bytes | None:
+    """Draw the runs that have ended: their losses during training, or their further evaluations, if any."""
     from unrolled.bench import plots
 
     of = evaluations if results.experiment.horizontal == "evaluate" else losses
-    return plots.png(of(results), software("reproduce"))
+    figure = of(results)
+    return None if figure is None else plots.png(figure, software("reproduce"))
 
 
-def evaluations(results: Results) -> "Figure":
+def evaluations(results: Results) -> "Figure | None":
     """Draw the means over the seeds of the first measure in `BESIDE` that the further evaluations have."""
     from unrolled.bench import plots
 
@@ -81,13 +83,15 @@ def evaluations(results: Results) -> "Figure":
     def means(measure: str, at: str | None) -> list[Mean | None]:
         return [results.mean(measure, name, at) for name in contenders]
 
-    measure = next(x for x in BESIDE if any(any(means(x, at)) for at in places[1:]))
+    measure = next((x for x in BESIDE if any(any(means(x, at)) for at in places[1:])), None)
+    if measure is None:
+        return None
     known = {at or "as trained": found for at in places if any(found := means(measure, at))}
     title = measure.replace("_", " ")
     return plots.points(plots.LIGHT, title, list(contenders), known)
 
 
-def losses(results: Results) -> "Figure":
+def losses(results: Results) -> "Figure | None":
     """Draw the validation loss of each contender, at its best settings with the first seed."""
     from unrolled.bench import plots
 
@@ -98,6 +102,8 @@ def losses(results: Results) -> "Figure":
             curve = figures["curve"]
             unit = figures["seconds_per_step"] if experiment.horizontal == "seconds" else 1
             lines.append(plots.Line(name, [x * unit for x in curve["step"]], curve["loss"]))
+    if not lines:
+        return None
     return plots.loss_curves(plots.LIGHT, "validation loss", lines, HORIZONTAL[experiment.horizontal])
 
 

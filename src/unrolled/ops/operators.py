@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 Computes = Callable[..., Sequence[Tensor]]
-_LIBRARIES: dict[str, torch.library.Library] = {}  # of each operator, which exists as long as its library
+# The library of each operator, which exists as long as its library: also after a reload of this module.
+_LIBRARIES: dict[str, torch.library.Library] = globals().get("_LIBRARIES", {})
 
 
 def register(

@@ -60,7 +60,7 @@ class CompletionLogprobs:
 
     def __init__(self, text: Text, before: Sequence[int], held: Sequence[int], offset: int) -> None:
         self._text, self._read, self._offset = text, text.reader(before, held), offset
-        self._held = False  # whether the last token may begin a character
+        self._held = bool(self._read.held)  # whether the last token may begin a character
 
     def of(self, tokens: Sequence[int], found: Sequence[TokenLogprob | None]) -> dict[str, Any]:
         """Return the lists for the next tokens; None in `found` is a token with unknown probabilities."""

@@ -130,6 +130,31 @@ def test_what_is_typed_outlives_a_piece_that_is_written_again(person, stub):
     person.presses("again")  # the new piece could not be shown with this text
     assert "changed further up" in person["failure-text"].text
     assert (person.text(), len(stub.requests)) == (changed, sent)
+    person.rows()[-1].click()  # as the message says
+    assert not person.text().startswith("No")
+    person.presses("again")
+    assert len(stub.requests) == sent + 1
+
+
+def test_a_new_text_is_empty_when_it_is_chosen_again(person, stub):
+    person.opens()
+    person.writes("One evening")
+    person.presses("fresh")
+    person["text"].send_keys("Two")
+    person.presses("fresh")
+    assert person.text() == ""
+
+
+def test_the_text_after_a_piece_outlives_the_removal_of_what_follows_the_piece(person, stub):
+    person.opens()
+    first = person.writes("One evening")
+    person.writes(" the sea")
+    person.presses("back")
+    person["text"].send_keys(" mine")
+    person.rows()[1].click()
+    person["remove"].click()
+    person.browser.switch_to.alert.accept()
+    wait_for(person.browser, lambda _: person.text() == first + " mine")
 
 
 def test_a_reload_keeps_the_tree_and_the_place_in_it(person, stub):

@@ -36,9 +36,9 @@ BACKENDS = {
 MOST_WITHOUT_MATRIX_UNIT = 1 << 15
 """Multiply-adds of a query with its keys. With more, training in bf16 is faster on a matrix unit."""
 FEW_QUERIES = 8
-"""In fp32 without gradients, torch's kernels are faster for so few queries on many keys."""
+"""In fp32 without gradients and padding, torch's kernels are faster for so few queries."""
 MANY_KEYS = 1024
-"""With fewer, causal attention of a few queries is faster in the C++ kernels: torch's kernels need a mask."""
+"""If causal, only on this many keys: torch's kernels need a mask."""
 
 
 def softmax_attention(

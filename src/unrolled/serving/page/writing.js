@@ -162,6 +162,7 @@ export class Writing {
     if (this.stop) return;
     this.clear();
     this.putAside();
+    if (`${this.place}:${id}` === this.shown) this.drafts.delete(this.shown); // choosing it again restores its text
     this.tree.current = id;
     this.resume = null;
     this.keep();
@@ -182,7 +183,8 @@ export class Writing {
     if (!confirm("Remove this piece and all that follows it from the history?")) return;
     const count = this.tree.remove(now.id);
     this.keep();
-    this.show();
+    this.drafts.delete(this.shown);
+    this.show(this.drafts.get(this.spot));
     this.say(`Removed ${count} piece${count === 1 ? "" : "s"}.`);
   }
 
