@@ -161,3 +161,19 @@ def _excess(others: list[Callable], form: Callable, cases: list[Case]) -> str:
         if error > limit:
             excess.append(f"{name}: {error:g} > {limit:g}")
     return ", ".join(excess)
+
+
+def assert_nan_stays_in_its_head(form, *inputs):
+    """Put NaN into the first head of each input in turn: the output and the gradients of the second stay."""
+
+    def of_second_head(*inputs):
+        inputs = [x.clone().requires_grad_() for x in inputs]
+        o = form(*inputs)
+        return [x[:, :, 1] for x in (o, *torch.autograd.grad(o.sum(), inputs))]
+
+    expected = of_second_head(*inputs)
+    for x in inputs:
+        bad = x.clone()
+        bad[:, 20, 0] = torch.nan
+        found = of_second_head(*(bad if y is x else y for y in inputs))
+        assert all(map(torch.equal, found, expected))

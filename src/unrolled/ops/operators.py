@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Computes = Callable[..., Sequence[Tensor]]
-# The library of each operator, which exists as long as its library: also after a reload of this module.
+# The library of each operator. An operator ends with its library, so a reload of this module keeps them all.
 _LIBRARIES: dict[str, torch.library.Library] = globals().get("_LIBRARIES", {})
 
 

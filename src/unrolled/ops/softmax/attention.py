@@ -6,7 +6,7 @@ On a CPU, the C++ kernels of window attention compute it, as a window without bo
 gradients, 8 causal sequences of 256 tokens with 4 heads of width 32 take half the time of torch's kernel in
 fp32 and a third in bf16; 128 sequences of 18 tokens in bf16 take a ninth. torch's kernels compute it on other
 devices, with other masks, in fp64, and where they are faster: in bf16 if the processor has a matrix unit, and
-without gradients for a few queries on many keys.
+in fp32 without gradients for a few queries.
 """
 
 from contextlib import nullcontext
