@@ -5,6 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from interpreted import prepare_each_module_once
 
 from unrolled import attention
 from unrolled.ops import native
@@ -26,6 +27,8 @@ ONE_KERNEL_EACH = ("linear", "softmax", "window")  # the others reach these, or 
 # No kernel changes what these find: padding is zeroed before any of them.
 ON_ANY_PATH = (check_compiles, check_dynamic_length, check_padding_content, check_rejects_other_states)
 SLOW = (check_half_precision,)  # runs once, but for the mechanisms that have a kernel of their own
+if INTERPRETED:
+    prepare_each_module_once()
 CASES = [
     pytest.param(
         path,

@@ -69,7 +69,7 @@ def test_any_sizes_equal_the_definition(run, T, heads, D, M, gated, max_beta, dt
 
 @pytest.mark.parametrize("max_beta", [1.0, 2.0])
 def test_keys_that_repeat_cost_few_digits(run, max_beta):
-    drawn = draw(140, D=1, M=3, gated=False, max_beta=max_beta)
+    drawn = draw(140, B=1, D=1, M=3, gated=False, max_beta=max_beta)
     found = run(differentiate, delta_rule, drawn, {})
     exact = differentiate(delta_rule_reference, drawn, {}, "exact")
     for x, z in zip(found, exact, strict=True):
