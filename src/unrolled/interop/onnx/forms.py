@@ -61,6 +61,7 @@ def portable() -> Forms:
         _linear._operator: _of_a_call(linear_attention),
         _window._operator: window_attention,
         _conv._operator: causal_conv,
+        torch.copysign: copysign,
         torch.Tensor.copysign: copysign,
         torch.nn.functional.logsigmoid: log_sigmoid,
     }
