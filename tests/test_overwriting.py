@@ -12,7 +12,7 @@ from unrolled.data import Vocabulary
 from unrolled.interop.hf import character_tokenizer
 from unrolled.models import Decoder, DecoderConfig, LuongSeq2Seq, LuongSeq2SeqConfig
 
-pytestmark = pytest.mark.usefixtures("traced_once")
+pytestmark = pytest.mark.usefixtures("untraced")
 
 CHARACTERS = list("\n abcdefgh")
 SMALL = ["model.d_model=8", "model.n_layers=1", "model.n_heads=2", "train.batch_size=2", "train.steps=2"]

@@ -34,7 +34,16 @@ def tiny(**changes: Any) -> Experiment:
 
 
 @pytest.mark.parametrize("name", experiments.names())
-def test_the_experiments_of_the_library_can_be_run(name):
+def test_the_experiments_of_the_library_can_be_run(name, monkeypatch):
+    loaded, load = {}, run_config.data.load
+
+    def once(**options):  # contenders share their data, which take seconds to make
+        key = repr(options)
+        if key not in loaded:
+            loaded[key] = load(**options)
+        return loaded[key]
+
+    monkeypatch.setattr(run_config.data, "load", once)
     experiment = _experiments.load(name)
     assert experiment.claim.endswith(".")
     assert set(experiment.published) <= set(experiment.contenders)

@@ -89,3 +89,14 @@ def test_packs_and_other_directions_are_refused():
         forms.fused_linear_attention((x, x, x, None, *state, False))
     with pytest.raises(UnsupportedError, match="not packs"):
         forms.window_attention(x, x, x, None, torch.tensor([0, 2]), 1, 0, 1.0, None)
+
+
+def test_forms_are_called_in_place_of_functions():
+    made = dict.fromkeys(forms.portable(), lambda *arguments: "a form")
+    x = torch.ones(1, 2, 1, 3)
+    with forms.InPlace(made):
+        assert x.copysign(-x) == torch.copysign(x, -x) == "a form"
+        assert torch.nn.functional.logsigmoid(x) == "a form"
+        with pytest.raises(ValueError, match="too many values"):
+            window_attention(x, x, x, window_size=(1, 0))  # which takes two results apart
+    assert torch.equal(x.copysign(-x), -x)

@@ -156,6 +156,7 @@ def test_wrong_inputs_are_refused(pair):
     assert found(x[:0]).shape == (0, 0, 4)
 
 
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("pair", ["lstm"], indirect=True)
 def test_damaged_and_other_folders_are_refused(pair, tmp_path):
     _, folder, _ = pair

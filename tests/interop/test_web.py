@@ -23,11 +23,9 @@ from unrolled.data import Vocabulary
 from unrolled.data._tokenizer import TextTokenizer
 from unrolled.decode import load_model, plan
 from unrolled.interop import web
-from unrolled.interop.onnx import Manifest, is_export_of, load, load_transcriber
+from unrolled.interop.onnx import Manifest, SpeechManifest, is_export_of, load
 from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
 from unrolled.ops import native
-
-pytestmark = pytest.mark.usefixtures("traced_once")
 
 needs_kernels = pytest.mark.skipif(not native.available(), reason="plans need the C++ kernels")
 FILES = {name: f"the bytes of {name}".encode() for name in web.SHA256}
@@ -107,6 +105,7 @@ def test_a_page_is_complete(run, runtime, tmp_path):
     assert {path.name for path in source.iterdir()} < {path.name for path in out.iterdir()}
 
 
+@pytest.mark.usefixtures("untraced")
 def test_a_page_of_models_of_speech(runtime, tmp_path):
     softmax, lstm = tmp_path / "softmax", tmp_path / "lstm"
     for folder, model in ((softmax, make("softmax", n_layers=1)), (lstm, make_lstm())):
@@ -121,11 +120,15 @@ def test_a_page_of_models_of_speech(runtime, tmp_path):
         ("Softmax attention", "speech", "Speech"),
         ("BiLSTM", "speech", "Speech"),
     ]
-    assert load_transcriber(out / "models" / "lstm").vocabulary == VOCABULARY
+    assert Vocabulary.load(out / "models" / "lstm") == VOCABULARY
+    manifest = SpeechManifest.load(out / "models" / "lstm")
+    for name in ("plain.onnx", "vocabulary.json"):
+        manifest.read(out / "models" / "lstm", name)  # checks the hashes
     assert web.is_current_page_of(out, {"softmax": softmax, "lstm": lstm})
     assert not web.is_current_page_of(out, {"softmax": lstm, "lstm": lstm})
 
 
+@pytest.mark.usefixtures("untraced")
 def test_a_page_is_written_again_for_the_same_models_only(run, runtime, tmp_path):
     out = tmp_path / "page"
     options = [out, "--web", "--runtime", runtime]
@@ -297,11 +300,11 @@ def test_models_of_one_vocabulary_stand_side_by_side():
     assert [entry["transformer"] for entry in entries[5:8]] == [True, False, True]
 
 
+@pytest.mark.usefixtures("untraced")
 def test_models_of_other_numbers_of_ids_do_not_stand_side_by_side(runtime, tmp_path):
     runs = {}
     for name, size in (("few", 5), ("many", 6), ("few-too", 5)):
         runs[name] = tmp_path / name
-        torch.manual_seed(0)  # models of one size are the same, so that they are traced once
         Decoder(DecoderConfig(size, d_model=8, n_layers=1, n_heads=2, max_length=16)).save(runs[name])
         (runs[name] / "vocabulary.json").write_text('{"kind": "ids"}')
     web.write_site(runs, tmp_path / "page", runtime=runtime)
@@ -357,6 +360,7 @@ def shipped(run, tmp_path, monkeypatch):
 
 
 @needs_kernels
+@pytest.mark.usefixtures("untraced")
 def test_the_demo_shows_the_models_that_come_with_the_library(shipped, runtime, tmp_path, monkeypatch):
     words = ["demo", "--web", "--no-serve", "--out", tmp_path / "page", "--runtime", runtime]
     result = works(*words)
@@ -369,6 +373,7 @@ def test_the_demo_shows_the_models_that_come_with_the_library(shipped, runtime, 
 
 
 @needs_kernels
+@pytest.mark.usefixtures("untraced")
 def test_the_page_of_the_demo_is_written_again_when_the_library_changed(shipped, runtime, tmp_path):
     words = ["demo", "--web", "--no-serve", "--out", tmp_path / "page", "--runtime", runtime]
     works(*words)

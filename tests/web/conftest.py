@@ -3,7 +3,9 @@
 Run by `make test-web`: it needs npm, chromium and chromium-driver.
 """
 
+import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,8 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from browser import CHARACTERS, axe_source, chromium, resize, served
+from filelock import FileLock
 from selenium import webdriver
 
+from unrolled.interop.onnx import folder
+from unrolled.interop.onnx.graph import Recurrence
 from unrolled.interop.web import write_site
 from unrolled.models import Decoder, DecoderConfig
 
@@ -34,6 +39,29 @@ def small_model(seed: int, **config: object) -> Decoder:
         model.embedding.weight.mul_(0.3)  # so that positions count as well
         model.head.project.weight.mul_(3)
     return model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def traced_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Trace each model once in all processes: it takes seconds, and these tests are about pages."""
+    root = tmp_path_factory.getbasetemp()
+    traces = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "traces"
+    traces.mkdir(exist_ok=True)
+    trace = folder.to_onnx
+
+    def once(model: Decoder, **options: object) -> tuple[Recurrence, bytes]:
+        described = [repr(model.config), folder.weights_checksum(model), *sorted(options.items())]
+        graph = traces / hashlib.sha256(repr(described).encode()).hexdigest()
+        with FileLock(graph.with_suffix(".lock")):
+            if not graph.exists():
+                recurrence, content = trace(model, **options)
+                assert recurrence.length == "any"
+                graph.write_bytes(content)
+        return Recurrence(model, probes=bool(options["probes"])), graph.read_bytes()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder, "to_onnx", once)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -68,8 +96,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Decoder,
 @pytest.fixture(scope="session")
 def site(models: dict[str, tuple[Decoder, Path]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page; not to be changed."""
-    out = tmp_path_factory.mktemp("served") / "page"
-    return write_site({name: run for name, (_, run) in models.items()}, out)
+    runs = {name: run for name, (_, run) in models.items()}
+    if os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0":  # begin where the first process ends
+        for name in reversed(runs):
+            write_site({name: runs[name]}, tmp_path_factory.mktemp("alone") / "page")
+    return write_site(runs, tmp_path_factory.mktemp("served") / "page")
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,9 @@
 r"""The library's own operators in standard operations, since an exported graph cannot contain C++ kernels.
 
 `torch.export` keeps each of these operators as one node. Here, they are written in operations that every
-runtime has. They process all T tokens of a call at once, in time and memory quadratic in T. Calls are short:
-a long prompt is split into several calls, with the state passed from one to the next.
+runtime has, and a model is traced with these in their place. They process all T tokens of a call at once, in
+time and memory quadratic in T. Calls are short: a long prompt is split into several calls, with the state
+passed from one to the next.
 
     P = (Q K^T) * D        o = (P V + exp(b) Q S) / (P 1 + exp(b) Q z)
     S' = exp(b_T) S + (exp(b_T - b) K)^T V        z' = exp(b_T) z + (exp(b_T - b) K)^T 1
@@ -13,11 +14,12 @@ o = Q (K^T V) / Q (K^T 1).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
 
 from unrolled.contract import UnsupportedError
 from unrolled.ops.conv import operator as _conv
@@ -29,17 +31,39 @@ from unrolled.ops.window import operator as _window
 
 PACKS = "an exported graph reads rows of one sequence each, not packs (cu_seqlens)"
 
-Forms = dict[OpOverload[..., object], Callable[..., object]]
+Forms = dict[Callable[..., object], Callable[..., object]]
+
+
+class InPlace(TorchFunctionMode):
+    """While it is entered, calls of a function of torch, or of an operator, call its form instead.
+
+    To replace the operators in a traced program (`run_decompositions`) would trace it once more, which takes
+    as long as the trace itself.
+    """
+
+    def __init__(self, forms: Forms) -> None:
+        super().__init__()
+        self.forms = forms
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        return self.forms.get(func, func)(*args, **(kwargs or {}))
 
 
 def portable() -> Forms:
-    """Return the forms in standard operations, by the operator that each replaces."""
+    """Return the forms in standard operations, by the function or operator that each replaces."""
     return {
         _linear._operator: _of_a_call(linear_attention),
         _window._operator: window_attention,
         _conv._operator: causal_conv,
-        torch.ops.aten.copysign.Tensor: copysign,
-        torch.ops.aten.log_sigmoid.default: log_sigmoid,
+        torch.copysign: copysign,
+        torch.Tensor.copysign: copysign,
+        torch.nn.functional.logsigmoid: log_sigmoid,
     }
 
 

@@ -103,9 +103,9 @@ def export_transcriber(
 def _graph(module: SamplesToSymbols, rate: int, opset: int) -> bytes:
     """Trace a model and translate it to a graph, and compare the graph with the model."""
     try:
-        proto = translated(
-            _traced(_with_onnx_lstms(module), rate), forms.portable(), opset, [SAMPLES], [LOG_PROBS]
-        )
+        with forms.InPlace(forms.portable()):
+            program = _traced(_with_onnx_lstms(module), rate)
+        proto = translated(program, opset, [SAMPLES], [LOG_PROBS])
         for value, axes in (
             (proto.graph.input[0], ("batch", "length")),
             (proto.graph.output[0], ("batch", "frames")),

@@ -150,19 +150,20 @@ def quantized(content: bytes) -> bytes:
 def _trace(recurrence: Recurrence, replaced: forms.Forms, opset: int) -> bytes:
     names = [leaf.name for leaf in recurrence.leaves]
     outputs = ["logits", *(f"next.{name}" for name in names), *probe_names(recurrence)]
-    model = translated(exported(recurrence), replaced, opset, ["tokens", *names], outputs)
+    with forms.InPlace(replaced):
+        program = exported(recurrence)
+    model = translated(program, opset, ["tokens", *names], outputs)
     _name_axes(model, recurrence)
     content: bytes = model.SerializeToString()
     return content
 
 
 @torch.no_grad()
-def translated(
-    program: ExportedProgram, replaced: forms.Forms, opset: int, inputs: list[str], outputs: list[str]
-) -> "ModelProto":
-    """Translate a traced program to ONNX, with the forms `replaced` of the library's operators.
+def translated(program: ExportedProgram, opset: int, inputs: list[str], outputs: list[str]) -> "ModelProto":
+    """Translate a traced program to ONNX.
 
     Raises:
+        NotImplementedError: the program has an operator of the library that has no form.
         UnsupportedError: torch wrote another opset, or operators that neither ONNX nor ONNX Runtime has.
         ImportError: onnx or onnxscript is missing.
     """
@@ -173,9 +174,13 @@ def translated(
         raise ImportError(
             f"exporting needs {error.name}, which is missing: {how_to_install('onnx')}"
         ) from error
+    for node in program.graph.nodes:  # torch would find it too, but after seconds
+        if getattr(node.target, "namespace", None) == "unrolled":
+            name = str(node.target).removesuffix(".default")
+            raise NotImplementedError(f"ONNX has no operator for {name}")
     with quiet():
         written = torch.onnx.export(
-            program.run_decompositions(replaced),
+            program,
             opset_version=opset,
             input_names=inputs,
             output_names=outputs,
