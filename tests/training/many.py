@@ -15,8 +15,9 @@ import torch.distributed as dist
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     [
-        *("unrolled.training", "unrolled.training._shards", "unrolled.training._dcp", "unrolled.models"),
-        *("unrolled.data", "torch._dynamo", "hypothesis", "pytest", "filelock"),
+        *("unrolled.training", "unrolled.training._shards", "unrolled.training._dcp"),
+        *("unrolled.models", "unrolled.data", "unrolled.cli.run_config"),
+        *("torch._dynamo", "hypothesis", "pytest", "filelock"),
     ]
 )
 
