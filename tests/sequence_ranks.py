@@ -1,12 +1,5 @@
-"""One of four processes that share sequences, by twos and all together; run by `tests/ops/test_sequence.py`.
+"""What each of four processes that share sequences does, by twos and all together, for `tests/ops/test_sequence.py`."""
 
-    python sequence_ranks.py RANK FOLDER
-
-It writes what it found to FOLDER/RANK.pt.
-"""
-
-import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -38,7 +31,7 @@ DECODERS = {
     },
     "softmax": {"attention": ["softmax", "gated_linear", "mamba2"], "positions": "sinusoidal"},
 }
-LENGTHS = (4096, 16384, 65536)
+LENGTHS = (1024, 2048, 4096)
 WIDTHS = {"head_dim": 64, "value_dim": 64}
 
 
@@ -98,15 +91,8 @@ def sent(name, n, group, scan="gather", **options):
         return ranks.bytes_sent - before
 
 
-def main(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=4,
-        timeout=timedelta(seconds=120),
-    )
+def write(rank: int, folder: Path) -> None:
+    """Write what this process found to FOLDER/RANK.pt."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "sequence"))
     pair, found = mesh["sequence"], {}
     for name in NAMES[rank // 2 :: 2]:
@@ -144,8 +130,3 @@ def main(rank, folder):
         found["uneven"] = str(error)
     torch.save(found, folder / f"{rank}.pt")
     dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

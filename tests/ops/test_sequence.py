@@ -1,7 +1,5 @@
 """Four processes that share sequences, by twos and all together, against one process that reads them whole."""
 
-import subprocess
-import sys
 from functools import cache
 
 import pytest
@@ -11,6 +9,7 @@ import torch.distributed as dist
 from sequence_ranks import DECODERS, FEW, LENGTHS, NAMES, PASSED_ON
 from small_models import FIELDS, small_model
 from torch.distributed.device_mesh import init_device_mesh
+from training import many
 
 from unrolled.contract import UnsupportedError
 from unrolled.decode import plan
@@ -28,21 +27,7 @@ FP64, FP32 = str(torch.float64), str(torch.float32)
 def found(tmp_path_factory):
     """What each of the four processes found; they are started once."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-W", "error", sequence_ranks.__file__]
-    logs = [(folder / f"{rank}.log").open("w") for rank in range(RANKS)]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(folder)], stdout=logs[rank], stderr=subprocess.STDOUT)
-        for rank in range(RANKS)
-    ]
-    try:
-        codes = [process.wait(timeout=180) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-        for log in logs:
-            log.close()
-    said = "\n".join((folder / f"{rank}.log").read_text() for rank in range(RANKS))
-    assert codes == [0] * RANKS, said
+    many.results(RANKS, sequence_ranks.write, folder, seconds=180)
     return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
 
 

@@ -10,9 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# The processes are forked from one that has imported what training needs. An optimiser imports torch._dynamo when it is
+# made, and the modules of the tests import hypothesis and pytest: together 3 s of computing for each process.
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["unrolled.training._shards", "unrolled.training._dcp", "unrolled.models", "unrolled.data", "filelock"]
+    [
+        *("unrolled.training", "unrolled.training._shards", "unrolled.training._dcp"),
+        *("unrolled.models", "unrolled.data", "unrolled.cli.run_config"),
+        *("torch._dynamo", "hypothesis", "pytest", "filelock"),
+    ]
 )
 
 

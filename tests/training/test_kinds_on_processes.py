@@ -1,6 +1,5 @@
 """Every model and mechanism, sharded over two processes, has the losses of one process."""
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,51 +28,68 @@ FEW = [
 
 
 def losses_of(model: Any, kind: str, config: TrainConfig, processes: Processes) -> list[float]:
-    """The losses of four updates and of an evaluation."""
+    """The losses of three updates and of an evaluation."""
     data, state = Batches(kind), _steps.begin(model, config, processes)
     model.train()
     found = []
-    for _ in range(4):
+    for _ in range(3):
         found.append(_steps.update(state, data, config, config.lr).loss)
         state.progress.step += 1
     return [*found, evaluate(state.evaluated(), data, config, processes=processes)]
 
 
-Pairs = list[tuple[list[float], list[float]]]
+Jobs = list[tuple[str, dict[str, Any]]]
+Losses = list[list[float]]
 
 
-def compare(rank: int, jobs: list[tuple[str, dict[str, Any]]]) -> Pairs:
-    """The losses of each case with its options, on one process and sharded."""
-    found = []
+def without_dropout(name: str) -> tuple[str, Any]:
+    kind, fields = CASES[name]
+    model = made(kind, fields)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return kind, model
+
+
+def losses_of_all(rank: int, jobs: Jobs) -> tuple[Losses, Losses]:
+    """The losses of each case with its options: alone, of which each process trains every other one, and sharded."""
+    # a large eps, so that gradients which are 0 but for rounding move nothing
+    alone, sharded = [], []
+    for name, options in jobs[rank::2]:
+        kind, model = without_dropout(name)
+        alone.append(losses_of(model, kind, TrainConfig(batch_size=8, eps=1e-4, **options), ALONE))
     with joined() as processes:
         for name, options in jobs:
-            kind, fields = CASES[name]
-            model = made(kind, fields)
-            for module in model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.0
-            # a large eps, so that gradients which are 0 but for rounding move nothing
-            one = TrainConfig(batch_size=8, eps=1e-4, **options)
-            many = TrainConfig(batch_size=8, eps=1e-4, shard=2, **options)
-            alone = losses_of(copy.deepcopy(model), kind, one, ALONE)
-            found.append((alone, losses_of(model, kind, many, processes)))
-    return found
+            kind, model = without_dropout(name)
+            config = TrainConfig(batch_size=8, eps=1e-4, shard=2, **options)
+            sharded.append(losses_of(model, kind, config, processes))
+    return alone, sharded
 
 
-def check(names: list[str], found: Pairs) -> None:
-    for name, (alone, sharded) in zip(names, found, strict=True):
-        assert alone[0] != alone[3], name
-        assert max(abs(x - y) for x, y in zip(alone, sharded, strict=True)) < 1e-5, (name, alone, sharded)
+def trained(jobs: Jobs) -> tuple[Losses, list[Losses]]:
+    """The losses of each case alone, and on each of the processes that share it."""
+    found = results(2, losses_of_all, jobs, seconds=500)
+    alone: Losses = [[]] * len(jobs)
+    for rank in range(2):
+        alone[rank::2] = found[rank][0]
+    return alone, [sharded for _, sharded in found]
+
+
+def check(names: list[str], alone: Losses, sharded: Losses) -> None:
+    for name, one, two in zip(names, alone, sharded, strict=True):
+        assert one[0] != one[2], name
+        assert max(abs(x - y) for x, y in zip(one, two, strict=True)) < 1e-5, (name, one, two)
 
 
 def test_a_few_of_each_form_and_in_bf16():
     in_bf16 = ["hybrid", "encoder_decoder"]
-    for found in results(2, compare, [(x, {}) for x in FEW] + [(x, {"bf16": True}) for x in in_bf16]):
-        exact, rounded = found[: len(FEW)], found[len(FEW) :]
-        check(FEW, exact)
-        for name, (alone, sharded) in zip(in_bf16, rounded, strict=True):
-            truth = exact[FEW.index(name)][0]
-            for losses in (alone, sharded):  # within one rounding to bf16
+    alone, each = trained([(x, {}) for x in FEW] + [(x, {"bf16": True}) for x in in_bf16])
+    few = len(FEW)
+    for sharded in each:
+        check(FEW, alone[:few], sharded[:few])
+        for name, *both in zip(in_bf16, alone[few:], sharded[few:], strict=True):
+            truth = alone[FEW.index(name)]
+            for losses in both:  # within one rounding to bf16
                 off = max(abs(x - y) for x, y in zip(losses, truth, strict=True))
                 assert 1e-5 < off < 2**-9 * min(truth), (name, losses, truth)
 
@@ -100,19 +116,27 @@ def test_parameters_that_only_some_batches_use(tmp_path):
         assert found.steps == 3
 
 
+def check_all(names: list[str], options: dict[str, Any]) -> None:
+    alone, each = trained([(name, options) for name in names])
+    for sharded in each:
+        check(names, alone, sharded)
+
+
 @pytest.mark.scale
-@pytest.mark.parametrize("options", [{}, {"accumulate": 3, "ema": 0.9, "optimizer": "radam"}], ids=str)
-def test_every_model_and_mechanism(options):
+def test_every_model_and_mechanism():
     assert len(CASES) > 60
-    check_all(list(CASES), options)
+    check_all(list(CASES), {})
+
+
+@pytest.mark.scale
+def test_every_model_with_other_options():
+    """Gradients are added up, averaged and used alike for every mechanism, so that each form of model is enough."""
+    forms = dict.fromkeys([*(name for name, (kind, _) in CASES.items() if name == kind), *FEW])
+    assert len(forms) > 20
+    check_all(list(forms), {"accumulate": 3, "ema": 0.9, "optimizer": "radam"})
 
 
 @pytest.mark.scale
 def test_every_stack_recomputed():
     stacks = [name for name, (kind, _) in CASES.items() if kind in ("decoder", "encoder_decoder")]
     check_all(stacks, {"gradient_checkpointing": True})
-
-
-def check_all(names: list[str], options: dict[str, Any]) -> None:
-    for found in results(2, compare, [(name, options) for name in names], seconds=500):
-        check(names, found)
