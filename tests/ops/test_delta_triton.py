@@ -6,7 +6,7 @@ from itertools import accumulate
 import gpu_compiler
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from interpreted import check, differentiate, needs_triton
 from plain_delta import definition
@@ -36,8 +36,8 @@ def draw(T, *, B=2, G=1, P=1, D=8, M=7, gated=True, max_beta=2.0, dtype=torch.fl
 
 
 def equals_the_definition(run, drawn, **options):
-    # The plain form solves the triangular systems in fp64.
-    check(run, delta_rule, delta_rule_reference, drawn, times=4, **options)
+    # The plain form solves the triangular systems in fp64, and rounds no sums to 16 bits.
+    check(run, delta_rule, delta_rule_reference, drawn, times=4, rounded_factors=True, **options)
 
 
 @pytest.mark.parametrize(("gated", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
@@ -52,7 +52,7 @@ def test_equals_explicit_matrices(run):
     torch.testing.assert_close(found[:2], tuple(x.float() for x in definition(*exact)), rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     T=st.integers(0, 140),
     heads=st.sampled_from([(1, 1), (1, 3), (2, 1)]),
@@ -62,6 +62,7 @@ def test_equals_explicit_matrices(run):
     max_beta=st.sampled_from([1.0, 2.0]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
+@example(T=36, heads=(1, 1), D=4, M=33, gated=False, max_beta=2.0, dtype=torch.bfloat16)  # scores of up to 52
 def test_any_sizes_equal_the_definition(run, T, heads, D, M, gated, max_beta, dtype):
     G, P = heads
     equals_the_definition(run, draw(T, B=1, G=G, P=P, D=D, M=M, gated=gated, max_beta=max_beta, dtype=dtype))
