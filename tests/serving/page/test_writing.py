@@ -13,7 +13,7 @@ TEXT = "/v1/completions"
 
 
 def test_tokens_are_shown_while_they_come(person, stub):
-    stub.pause = 0.02
+    stub.pause = 0.1
     person.opens()
     person["text"].send_keys("One evening", Keys.CONTROL, Keys.ENTER)
     person.waits("running")
@@ -30,7 +30,7 @@ def test_tokens_are_shown_while_they_come(person, stub):
     assert person["bytes"].text == "135 kB"
     assert person["bytes-note"].text == "constant: never grows"
     assert "ms" in person["first"].text
-    assert 20 < float(person["rate"].text) < 200  # two tokens every 20 ms, at the most
+    assert 4 < float(person["rate"].text) < 40  # two tokens every 100 ms, at the most
 
 
 def test_a_continuation_sends_the_state_and_only_the_new_text(person, stub):
