@@ -57,7 +57,7 @@ test-store: $(VENV)/store
 test-ray: $(VENV)/ray
 	unshare --map-root-user --net sh -c 'ip link set lo up && $(PYTEST) -m ray tests/serving'
 
-# Tests of training by torchrun, on up to four processes: ten killed processes, every signal, and every model and
+# Tests of training on up to four processes: processes killed ten times, every signal, and every model and
 # mechanism sharded.
 test-scale: $(VENV)/installed
 	$(PYTEST) -m scale

@@ -6,7 +6,7 @@ from itertools import accumulate
 import gpu_compiler
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from interpreted import check, differentiate, needs_triton
 
@@ -36,8 +36,9 @@ def draw(T, *, B=2, G=1, P=1, R=8, M=7, strength=0.1, forgetting=False, dtype=to
 
 
 def equals_the_definition(run, drawn, **options):
+    """For 16 bits, the kernels round the state, and products of gates with queries and keys."""
     forms = diagonal_linear_attention, diagonal_linear_attention_reference
-    check(run, *forms, drawn, return_state=True, **options)
+    check(run, *forms, drawn, rounded_factors=True, return_state=True, **options)
 
 
 @pytest.mark.parametrize(("forgetting", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
@@ -55,6 +56,7 @@ def test_equals_the_definition(run, forgetting, dtype):
     forgetting=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
+@example(T=1, heads=(1, 1), R=5, M=8, strength=0.001, forgetting=True, dtype=torch.bfloat16)
 def test_any_sizes_equal_the_definition(run, T, heads, R, M, strength, forgetting, dtype):
     G, P = heads
     drawn = draw(T, B=1, G=G, P=P, R=R, M=M, strength=strength, forgetting=forgetting, dtype=dtype)
