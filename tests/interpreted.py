@@ -42,10 +42,10 @@ def _interpret() -> None:
 
 
 def prepare_each_module_once() -> None:
-    """Halve the time of the interpreter, which replaces all of Triton's language at each call within a kernel.
+    """Halve the time of the interpreter, which patches Triton's language at each call within a kernel.
 
-    It replaces what the module of the called function sees, and restores that at the end of a kernel only for
-    the kernel's own module, whose next kernel begins by replacing it again.
+    It patches what the module of the called function imports. At the end of a kernel it restores only the
+    kernel's own module, and patches that again when the next kernel begins.
     """
     from triton.runtime.interpreter import InterpretedFunction
 
@@ -126,8 +126,8 @@ def assert_as_exact_as_plain(
 
     The plain form may be exact by luck, and some results are differences of terms that are about 1, like
     the inputs: 16 units in the last place of 1 plus the largest value in fp32 are always allowed, and to a
-    number of 16 bits the largest error of rounding it, `times`. With `rounded_factors`, the kernels also
-    round sums that they multiply on: then it is the largest error of rounding any number of the result.
+    number of 16 bits `times` the largest error of rounding it. Kernels with `rounded_factors` also round
+    intermediate results before they multiply them: they are allowed the error of rounding the largest number.
     """
     for name, x, y, z in zip(names, found, plain, exact, strict=True):
         assert x.shape == y.shape, name

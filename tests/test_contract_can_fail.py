@@ -53,7 +53,10 @@ class OfDefaultHeads(Maker):
 
 
 def failures(mechanism, noticed):
-    """Name the checks that fail. Those that should not, try the default head shapes only, and none is slow."""
+    """Name the checks that fail.
+
+    Checks that should pass try the default head shapes only, and the slow ones among them do not run.
+    """
     failed = set()
     for check in checks(mechanism.supports):
         if name(check) not in noticed and check in SLOW:

@@ -38,6 +38,9 @@ def losses_of(model: Any, kind: str, config: TrainConfig, processes: Processes) 
     return [*found, evaluate(state.evaluated(), data, config, processes=processes)]
 
 
+# A large eps, so that gradients which are 0 but for rounding move nothing.
+SETTINGS: dict[str, Any] = {"batch_size": 8, "eps": 1e-4}
+
 Jobs = list[tuple[str, dict[str, Any]]]
 Losses = list[list[float]]
 
@@ -53,15 +56,14 @@ def without_dropout(name: str) -> tuple[str, Any]:
 
 def losses_of_all(rank: int, jobs: Jobs) -> tuple[Losses, Losses]:
     """The losses of each case with its options: alone, of which each process trains every other one, and sharded."""
-    # a large eps, so that gradients which are 0 but for rounding move nothing
     alone, sharded = [], []
     for name, options in jobs[rank::2]:
         kind, model = without_dropout(name)
-        alone.append(losses_of(model, kind, TrainConfig(batch_size=8, eps=1e-4, **options), ALONE))
+        alone.append(losses_of(model, kind, TrainConfig(**SETTINGS, **options), ALONE))
     with joined() as processes:
         for name, options in jobs:
             kind, model = without_dropout(name)
-            config = TrainConfig(batch_size=8, eps=1e-4, shard=2, **options)
+            config = TrainConfig(**SETTINGS, shard=2, **options)
             sharded.append(losses_of(model, kind, config, processes))
     return alone, sharded
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops.state import raw_bytes
+from unrolled.ops.tracing import without_shape_cache
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-4}
 """Largest difference of two forms, relative to the largest expected value (at least 1): 4,500 eps."""
@@ -157,13 +158,8 @@ def describe(plan: Plan) -> str:
 
 
 def exported(module: nn.Module, inputs: tuple[Tensor, ...], lengths: tuple[dict[int, Any], ...]) -> Any:
-    """Export a module for inference with dynamic lengths, without torch's warnings about its own code.
-
-    Torch keeps the shape that each operator gave. Looking one up among symbols takes longer than finding it
-    again: a third of all the time.
-    """
-    without_cache = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
-    with warnings.catch_warnings(), torch.no_grad(), without_cache:
+    """Export a module for inference with dynamic lengths, without torch's warnings about its own code."""
+    with warnings.catch_warnings(), torch.no_grad(), without_shape_cache():
         warnings.simplefilter("ignore")
         return torch.export.export(module, inputs, dynamic_shapes=lengths, strict=False).module()
 

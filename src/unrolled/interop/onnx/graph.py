@@ -14,6 +14,7 @@ from unrolled.attention.linear import LinearAttention
 from unrolled.contract import Recurrent, UnsupportedError
 from unrolled.models.perceiver_ar import PerceiverAR
 from unrolled.ops.softmax import KVCache
+from unrolled.ops.tracing import without_shape_cache
 
 POSITION = "position"
 Length = Literal["any", 1]
@@ -115,7 +116,7 @@ def exported(recurrence: Recurrence) -> ExportedProgram:
         for leaf in recurrence.leaves
     )
     tokens = {0: batch, 1: length} if recurrence.length == "any" else {0: batch}
-    with quiet():
+    with quiet(), without_shape_cache():
         return torch.export.export(recurrence, arguments, dynamic_shapes=(tokens, state))
 
 
@@ -218,15 +219,11 @@ def _features_of_queries(layers: Iterable[LinearAttention], seen: list[Tensor]) 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the warnings of the exporter and the quantiser, which do not concern users.
-
-    Tracing is a sixth faster without the shapes that torch keeps of each operator: looking one up among
-    symbols takes longer than finding it again.
-    """
+    """Silence the warnings of the exporter and the quantiser, which do not concern users."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings(), torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -23,6 +23,7 @@ from unrolled.interop.onnx.speech_manifest import GRAPH, LOG_PROBS, SAMPLES, Spe
 from unrolled.interop.onnx.write import check_agreement, check_exportable, translated, why
 from unrolled.models.ctc import CTCModel
 from unrolled.ops.dense import Layer
+from unrolled.ops.tracing import without_shape_cache
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
@@ -139,7 +140,7 @@ def _traced(module: SamplesToSymbols, rate: int) -> ExportedProgram:
     # Tracing assumes sizes of 2 or more, and here more than one frame after subsampling; `compare` tests that
     # smaller sizes work too. torch cannot derive this from the number of samples, so it inserts assertions.
     sizes = {0: Dim("batch", min=2), 1: Dim("n", min=6 * module.front_end.shift)}
-    with quiet():
+    with quiet(), without_shape_cache():
         return torch.export.export(
             module, arguments, dynamic_shapes=(sizes,), prefer_deferred_runtime_asserts_over_guards=True
         )

@@ -16,6 +16,7 @@ from unrolled.interop.onnx import forms
 from unrolled.interop.onnx.graph import Length, Recurrence, exported, quiet
 from unrolled.interop.onnx.model import open_session
 from unrolled.models.limits import n_positions
+from unrolled.ops.tracing import without_shape_cache
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -178,7 +179,7 @@ def translated(program: ExportedProgram, opset: int, inputs: list[str], outputs:
         if getattr(node.target, "namespace", None) == "unrolled":
             name = str(node.target).removesuffix(".default")
             raise NotImplementedError(f"ONNX has no operator for {name}")
-    with quiet():
+    with quiet(), without_shape_cache():
         written = torch.onnx.export(
             program,
             opset_version=opset,
