@@ -76,7 +76,12 @@ def test_a_part_of_a_character_is_held_back_until_the_end(text: Text) -> None:
     assert read([], final=True) == "\ufffd"
 
 
-@given(st.text(max_size=8), st.integers(0, 40))
+# Characters that spell a special token, as in `<|end|>`, are that token to a Hugging Face tokenizer, which has no
+# text. Hypothesis finds such names in the sources.
+PLAIN_TEXTS = st.text(max_size=8).filter(lambda text: "<|" not in text)
+
+
+@given(PLAIN_TEXTS, st.integers(0, 40))
 def test_a_cut_character_is_completed_by_the_next_reader(folder: Path, given_text: str, cut: int) -> None:
     (folder / "bytes").mkdir(exist_ok=True)
     TOKENIZERS["bytes"].save(str(folder / "bytes" / "tokenizer.json"))
