@@ -180,8 +180,9 @@ def run(
 
 def _needed(experiment: Experiment, results: Results, contender: str) -> Iterator[Trial]:
     """Yield the runs of a contender: the other seeds are known once those that are swept have ended."""
-    yield from experiment.sweeps(contender)
-    yield from results.seeds(contender)
+    swept = list(experiment.sweeps(contender))
+    yield from swept
+    yield from (x for x in results.seeds(contender) if x not in swept)
 
 
 def _measured(

@@ -1,5 +1,6 @@
 """`unrolled reproduce`."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from unrolled.experiments import Experiment, Results
 
 DEFAULT_OUT = Path("runs", "reproduce")
+REPORT_EVERY = 10.0  # seconds; a report takes half a second, and very short runs less
 
 
 def reproduce(
@@ -83,9 +85,13 @@ def reproduce(
         if not results.runs:
             raise ValueError(f"no run of {experiment.name} has ended in {folder}: leave out --table")
     else:
+        written = -REPORT_EVERY
 
         def on_end(results: "Results") -> None:
-            _write(results, scale, folder)
+            nonlocal written
+            if time.monotonic() - written >= REPORT_EVERY:
+                _write(results, scale, folder)
+                written = time.monotonic()
 
         results = _experiments.run(
             experiment, folder, contenders, data_dir, choose(device), on_end, shipped=shipped
