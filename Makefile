@@ -37,7 +37,7 @@ test-tritons: $(VENV)/installed
 		PYTHONPATH=build/triton-$$version $(PYTEST) -n auto -m compilers -k "compiles_for and not 100" tests/ops || exit 1; \
 	done
 
-# Runs the code and the commands of the README and the guide, and the scripts in examples/, without changes.
+# Runs the code and the commands of the README and the guide without changes, and two steps of every experiment.
 test-documents: $(VENV)/installed
 	$(PYTEST) -n auto -m documents
 
@@ -88,7 +88,7 @@ wheel: $(VENV)/release
 # filled with NaN, so that reading it before writing is noticed.
 test-native:
 	cmake -S native -B build/sanitized -DUNROLLED_CHECK=ON -DCMAKE_BUILD_TYPE=Debug \
-		-DCMAKE_CXX_FLAGS="-O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+		-DCMAKE_CXX_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
 	cmake --build build/sanitized --parallel $(JOBS)
 	ASAN_OPTIONS=max_malloc_fill_size=1000000000:malloc_fill_byte=255 \
 		ctest --test-dir build/sanitized --parallel $(JOBS) --output-on-failure
@@ -114,6 +114,7 @@ format: $(VENV)/installed
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP)
 
+# Builds the documentation into site/, and runs the scripts in examples/ to show what they print. One needs npm.
 docs: $(VENV)/installed
 	$(BIN)/python docs/build.py
 
