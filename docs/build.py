@@ -156,7 +156,10 @@ def write_commands() -> None:
 
 
 def write_examples() -> None:
-    """Write the gallery: what each example is about, what it prints, and its source. Each is run for that."""
+    """Write the gallery: what each example is about, what it prints, and its source.
+
+    Each is run for that, and it is an error if one fails, warns, prints nothing or leaves files behind.
+    """
     files = sorted(EXAMPLES.glob("*.py"))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         parts = list(pool.map(shown, files))
@@ -172,10 +175,13 @@ def shown(file: Path) -> str:
         output = "(not run: there was no npm)"
     else:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, file]
+            command = [sys.executable, "-W", "error", file]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, check=True)
-        output = done.stdout.decode().strip()
+            if left := [path.name for path in Path(folder).iterdir()]:
+                raise ValueError(f"{file.name} leaves behind {left}")
+        if not (output := done.stdout.decode().strip()):
+            raise ValueError(f"{file.name} prints nothing")
     folded = textwrap.indent(f"```python\n{source.strip()}\n```", "    ")
     return f'## {file.name}\n\n{sentence}\n\n```text\n{output}\n```\n\n??? note "The program"\n\n{folded}'
 
