@@ -1,9 +1,9 @@
 """A package as a registry: each module holds a class, which is loaded by the module's name."""
 
-import functools
 import importlib
 import inspect
 import pkgutil
+import sys
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -25,7 +25,8 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """List the names, in alphabetical order."""
-        return list(self._files)
+        path = importlib.import_module(self.package).__path__
+        return sorted(filter(_is_public, (module.name for module in pkgutil.iter_modules(path))))
 
     def load(self, name: str) -> type[T]:
         """Return the first class of the file `name`; "name.Variant" is another class of the same file.
@@ -34,8 +35,10 @@ class Registry(Generic[T]):
             ValueError: there is no such file or variant.
         """
         file, _, variant = name.partition(".") if isinstance(name, str) else (name, "", "")
-        if file not in self._files:
-            raise ValueError(f"{self.noun} is {name!r}, but must be one of {', '.join(self._files)}")
+        # Listing the folder takes as long as making a small layer, so it is listed for new names only.
+        loaded = f"{self.package}.{file}" in sys.modules and _is_public(file)
+        if not loaded and file not in self.names():
+            raise ValueError(f"{self.noun} is {name!r}, but must be one of {', '.join(self.names())}")
         module = importlib.import_module(f"{self.package}.{file}")
         found = {
             each.__name__: each
@@ -48,9 +51,6 @@ class Registry(Generic[T]):
             raise ValueError(f"{self.noun} is {name!r}, but {file} has {', '.join(found)}")
         return found[variant] if variant else next(iter(found.values()))
 
-    @functools.cached_property
-    def _files(self) -> list[str]:
-        """The files of the package, which are listed once: that takes as long as making a small layer."""
-        path = importlib.import_module(self.package).__path__
-        found = (module.name for module in pkgutil.iter_modules(path))
-        return sorted(name for name in found if not name.startswith("_") and name != "base")
+
+def _is_public(file: str) -> bool:
+    return not file.startswith("_") and file != "base"
