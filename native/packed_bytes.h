@@ -168,48 +168,90 @@ UNROLLED_BYTES void multiply_int8_bytes(const char* w, Int inputs, const PackedR
 }
 #else
 // Widens four weights of WIDTH outputs to 16 bits: those of the even inputs, or of the odd ones.
-inline IntVec widen_bytes(const char* weights, bool odd) {
-    const __m256i bytes = (__m256i)load_words(weights);
+inline IntVec widen_bytes(IntVec weights, bool odd) {
+    const __m256i bytes = (__m256i)weights;
     return (IntVec)_mm256_srai_epi16(odd ? bytes : _mm256_slli_epi16(bytes, 8), 8);
 }
 
 // How many products of an 8-bit and a 16-bit number are summed in 32 bits; up to 516 would fit.
 constexpr Int INTEGER_SUM = 128;
 
-template <int ROWS>
-void multiply_int8_bytes(const char* w, Int inputs, const PackedRows& x, const int32_t*,
-                         const TileOutput& out) {
-    constexpr int VECS = vecs_for(ROWS);
-    for (Int i = 0; i < TILE; i += VECS * WIDTH) {
-        Vec totals[ROWS][VECS] = {};
-        for (Int first = 0; first < inputs; first += INTEGER_SUM) {
-            IntVec sums[ROWS][VECS] = {};
-            for (Int k = first; k < min(inputs, first + INTEGER_SUM); k += 4)
-#pragma GCC unroll 2
-                for (int odd = 0; odd < 2; ++odd) {
-                    IntVec left[VECS];
+// Requests the weights that a single row reads later. By itself, the processor reads ahead no further than to
+// the end of a page, and weights that are not in its cache take up to twice as long.
+inline void request_later(const char* weights) {
+    constexpr Int LATER = 4096;
+    asm volatile("");  // as in `Ahead`
+    for (Int i = 0; i < STEP_BYTES; i += LINE) __builtin_prefetch(weights + LATER + i);
+}
+
+// Adds the products of one row by some inputs of a tile to the totals of its outputs. It is not inlined,
+// since the compiler would then keep the totals in registers, and the sums of the inner loop in memory.
+__attribute__((noinline)) inline void add_int8(const char* w, Int inputs, const uint8_t* x, float* totals) {
+    constexpr int VECS = TILE / WIDTH;
+    IntVec sums[VECS] = {};
+    for (Int k = 0; k < inputs; k += 4) {
+        request_later(w + k * TILE);
+        const IntVec even = repeat_word(x + 2 * k), odd = repeat_word(x + 2 * k + 4);
 #pragma GCC unroll 8
-                    for (int v = 0; v < VECS; ++v)
-                        left[v] = widen_bytes(w + k * TILE + 4 * (i + v * WIDTH), odd);
-#pragma GCC unroll 8
-                    for (int r = 0; r < ROWS; ++r) {
-                        const IntVec right = repeat_word(x.high + r * x.bytes + 2 * k + 4 * odd);
-#pragma GCC unroll 8
-                        for (int v = 0; v < VECS; ++v) sums[r][v] = add_two(sums[r][v], left[v], right);
-                    }
-                }
-#pragma GCC unroll 8
-            for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 8
-                for (int v = 0; v < VECS; ++v) totals[r][v] += __builtin_convertvector(sums[r][v], Vec);
+        for (int v = 0; v < VECS; ++v) {
+            IntVec weights = load_words(w + k * TILE + 4 * v * WIDTH);
+            keep_in_register(weights);
+            sums[v] = add_two(sums[v], widen_bytes(weights, false), even);
+            sums[v] = add_two(sums[v], widen_bytes(weights, true), odd);
+            keep_in_register(sums[v]);
         }
-        for (int r = 0; r < ROWS; ++r)
-            for (int v = 0; v < VECS; ++v) out.write(r, i + v * WIDTH, totals[r][v], x.scales[r]);
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < VECS; ++v) {
+        float* at = totals + v * WIDTH;
+        store(at, load(at) + __builtin_convertvector(sums[v], Vec));
     }
 }
 
-// The same for a block of weights that were widened before; a step has those of two inputs. `complete` says
-// whether this is the last block.
+// Of one row: several are multiplied by weights that were widened before.
+template <int>
+void multiply_int8_bytes(const char* w, Int inputs, const PackedRows& x, const int32_t*,
+                         const TileOutput& out) {
+    float totals[TILE] = {};
+    for (Int k = 0; k < inputs; k += INTEGER_SUM)
+        add_int8(w + k * TILE, min(inputs - k, INTEGER_SUM), x.high + 2 * k, totals);
+    for (int i = 0; i < TILE; i += WIDTH) out.write(0, i, load(totals + i), x.scales[0]);
+}
+
+// As `add_int8`, for a group of INT4_TILES.
+__attribute__((noinline)) inline void add_int4(const char* group, const uint8_t* x, int32_t taken,
+                                               float scale, float* totals) {
+    constexpr int VECS = TILE / WIDTH;
+    IntVec sums[VECS] = {};
+    for (Int p = 0; p < GROUP / 8; ++p) {
+        request_later(group + TILE * 2 + 4 * p * TILE);
+        const IntVec low = repeat_word(x + 8 * p), high = repeat_word(x + 8 * p + 4);
+#pragma GCC unroll 8
+        for (int v = 0; v < VECS; ++v) {
+            IntVec both = load_words(group + TILE * 2 + 4 * (p * TILE + v * WIDTH));
+            keep_in_register(both);
+            sums[v] = add_small(sums[v], both & 0x0f0f0f0f, low);
+            sums[v] = add_small(sums[v], both >> 4 & 0x0f0f0f0f, high);
+            keep_in_register(sums[v]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < VECS; ++v) {
+        float* at = totals + v * WIDTH;
+        const Vec factor = load_as<BFLOAT16>(group + 2 * v * WIDTH) * broadcast(scale);
+        store(at, load(at) + __builtin_convertvector(end_group(sums[v], taken), Vec) * factor);
+    }
+}
+
+inline void multiply_int4_row(const char* w, Int inputs, const PackedRows& x, const TileOutput& out) {
+    float totals[TILE] = {};
+    for (Int g = 0; g < inputs / GROUP; ++g)
+        add_int4(w + g * (TILE * 2 + TILE * GROUP / 2), x.high + g * GROUP, x.sums[g], x.scales[g], totals);
+    for (int i = 0; i < TILE; i += WIDTH) out.write(0, i, load(totals + i), 1);
+}
+
+// Multiplies several rows by a block of INT8_TILES that was widened before; a step has the weights of two
+// inputs. `complete` says whether this is the last block.
 template <int ROWS>
 void multiply_pairs(const Block& block, const uint8_t* x, Int x_row, const float* scales, bool complete,
                     const TileOutput& out) {
@@ -247,8 +289,8 @@ inline void multiply_widened_int8(const Packed& w, Int first, Int last, const Pa
     constexpr Int FOURS = INTEGER_SUM / 4;
     const Int steps = padded_inputs(w) / 4;
     const auto widen = [](const char* at, float* to) {
-        store(to, (Vec)widen_bytes(at, false));
-        store(to + TILE, (Vec)widen_bytes(at, true));
+        store(to, (Vec)widen_bytes(load_words(at), false));
+        store(to + TILE, (Vec)widen_bytes(load_words(at), true));
     };
     const auto multiply = [&](auto count, const Block& block, Int step, Int r, const TileOutput& out) {
         const bool complete = step + FOURS >= steps;

@@ -98,6 +98,9 @@ void multiply_tile(const Packed& w, Int tile, const PackedRows& x, const TileOut
     if (multiplies_bytes()) {
         if (w.packing == INT8_TILES)
             return multiply_int8_bytes<ROWS>(weights, inputs, x, w.sums + tile * TILE, out);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+        if (ROWS == 1) return multiply_int4_row(weights, inputs, x, out);
+#endif
         return multiply_int4_bytes<ROWS>(weights, inputs, x, out);
     }
 #endif
