@@ -176,8 +176,8 @@ inline IntVec widen_bytes(IntVec weights, bool odd) {
 // How many products of an 8-bit and a 16-bit number are summed in 32 bits; up to 516 would fit.
 constexpr Int INTEGER_SUM = 128;
 
-// Requests the weights that a single row reads later. By itself, the processor reads ahead no further than to
-// the end of a page, and weights that are not in its cache take up to twice as long.
+// Requests the weights that a single row reads later. Without that, weights that were not in the cache took
+// up to twice as long on a Zen 3.
 inline void request_later(const char* weights) {
     constexpr Int LATER = 4096;
     asm volatile("");  // as in `Ahead`
