@@ -114,7 +114,7 @@ format: $(VENV)/installed
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP)
 
-# Builds the documentation into site/, and runs the scripts in examples/ to show what they print. One needs npm.
+# Builds the documentation into site/, and runs the scripts in examples/ to show what they print. One of them needs npm.
 docs: $(VENV)/installed
 	$(BIN)/python docs/build.py
 

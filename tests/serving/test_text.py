@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -76,12 +76,8 @@ def test_a_part_of_a_character_is_held_back_until_the_end(text: Text) -> None:
     assert read([], final=True) == "\ufffd"
 
 
-# Characters that spell a special token, as in `<|end|>`, are that token to a Hugging Face tokenizer, which has no
-# text. Hypothesis finds such names in the sources.
-PLAIN_TEXTS = st.text(max_size=8).filter(lambda text: "<|" not in text)
-
-
-@given(PLAIN_TEXTS, st.integers(0, 40))
+@given(st.text(max_size=8), st.integers(0, 40))
+@example("<|end|>", 0)
 def test_a_cut_character_is_completed_by_the_next_reader(folder: Path, given_text: str, cut: int) -> None:
     (folder / "bytes").mkdir(exist_ok=True)
     TOKENIZERS["bytes"].save(str(folder / "bytes" / "tokenizer.json"))
@@ -96,7 +92,9 @@ def test_a_cut_character_is_completed_by_the_next_reader(folder: Path, given_tex
         told = first(ids[:cut])
         assert len(first.held) <= MOST_HELD
         second = text.reader(ids[max(0, cut - 1) : cut], first.held)
-        assert told + second(ids[cut:], final=True) == given_text
+        # A Hugging Face tokenizer reads the name of a special token as that token, which has no text.
+        expected = given_text.replace("<|end|>", "") if text is pairs else given_text
+        assert told + second(ids[cut:], final=True) == expected
 
 
 @given(st.lists(st.integers(0, 255), max_size=30), st.data())
