@@ -267,6 +267,14 @@ class GrowsWhileConstant(WritesAnUnusedSlot):
         return y, CacheState(*new, torch.cat([state.slots, state.slots.new_zeros(*x.shape[:2])], 1))
 
 
+class KeepsThePrompt(PlainLinear):
+    """The state after the last token is a slice of the states after all tokens."""
+
+    def prefill(self, x, state, **masks):
+        y, new = super().prefill(x, state, **masks)
+        return y, new._replace(k_sum=new.k_sum.expand(x.shape[1] + 1, *new.k_sum.shape).clone()[-1])
+
+
 class ForwardDisturbsStep(PlainLinear):
     """Leaves something of the last sequence on the module, which a running step picks up."""
 
@@ -435,6 +443,7 @@ DEFECTS = {
     StepsInPlace: {"state_is_a_value"},
     WritesAnUnusedSlot: {"state_is_a_value", "rejects_other_states"},
     GrowsWhileConstant: {"constant_state", "rejects_other_states"},
+    KeepsThePrompt: {"constant_state"},
     ForwardDisturbsStep: {"interleaved_sequences", "dynamic_length"},
     StateOfThisInstance: {"state_round_trip", "rejects_other_states"},
     StateInTheInputType: {"state_structure", "rejects_other_states"},

@@ -64,6 +64,12 @@ def test_every_form_is_the_definition(sizes, padded):
             torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("form", [causal_conv, plain])
+def test_a_state_does_not_keep_the_inputs_in_memory(form):
+    _, state = form(*inputs(1, 500, 8, 4)[:2])
+    assert state.untyped_storage().nbytes() == state.numel() * state.itemsize
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=4), st.integers(1, 5))
 def test_packed_sequences_do_not_mix(lengths, W):

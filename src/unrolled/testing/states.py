@@ -113,11 +113,20 @@ def _structure(state: Any, what: str) -> Any:
 
 
 def check_constant_state(make: Maker, supports: Supports) -> None:
-    """The bytes of a constant state do not depend on the number of tokens seen."""
+    """The bytes of a constant state, and the memory it keeps, do not depend on the number of tokens seen."""
     module = make(causal=True)
-    expected = nbytes(module.init_state(2))
+    expected, kept = nbytes(module.init_state(2)), []
     for plan in ([("step", 1)], [("step", 20)], [("prefill", 20)], [("prefill", 200)]):
         with torch.no_grad():
-            found = nbytes(unroll(module, make.input(2, plan[0][1]), plan)[1])
-        what = f"state of 2 rows after {describe(plan)}"
+            state = unroll(module, make.input(2, plan[0][1]), plan)[1]
+        what, found = f"state of 2 rows after {describe(plan)}", nbytes(state)
         require(found == expected, f"{what}: {found} bytes, init_state has {expected}")
+        kept.append(_kept(state))
+    what = f"state of 2 rows after {describe(plan)}"
+    require(kept[-1] == kept[-2], f"{what}: keeps {kept[-1]} bytes in memory, and {kept[-2]} after 20 tokens")
+
+
+def _kept(state: Any) -> int:
+    """Count the bytes that a state keeps in memory: for a slice, those of the whole tensor."""
+    storages = [x.untyped_storage() for x in leaves(state).values()]
+    return sum({x.data_ptr(): x.nbytes() for x in storages}.values())

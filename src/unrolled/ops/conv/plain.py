@@ -22,7 +22,8 @@ def forward(
     if cu_seqlens is None:
         inputs = torch.cat([state, x.to(state.dtype)], dim=1)
         y = sum((tap * inputs[:, i : i + T] for i, tap in enumerate(taps)), inputs.new_zeros(()))
-        return y.to(x.dtype), inputs[:, T:]
+        # A copy: a slice would keep all inputs in memory.
+        return y.to(x.dtype), inputs[:, T:].clone(memory_format=torch.contiguous_format)
     # Lay every sequence behind the rows of its own state, all in one row.
     token = torch.arange(T, device=x.device) + (segment_ids(cu_seqlens, T) + 1) * past
     ends = cu_seqlens[1:].long() + torch.arange(1, len(cu_seqlens), device=x.device) * past
