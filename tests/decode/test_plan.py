@@ -110,6 +110,16 @@ def test_padding_is_left_out_wherever_it_is(name):
         assert int(after.position[row]) == (~padding[row]).sum() + 2
 
 
+@pytest.mark.parametrize("kept", [1, 4, 50])
+def test_the_logits_that_are_kept_are_those_of_the_last_positions(kept):
+    p, ids = plan(decoder(**MODELS["hybrid"])), tokens()
+    padding = torch.rand(ids.shape, generator=torch.Generator().manual_seed(2)) < 0.4
+    expected, after = p.prefill(ids, p.init_state(3), key_padding_mask=padding)
+    found, state = p.prefill(ids, p.init_state(3), key_padding_mask=padding, logits_to_keep=kept)
+    torch.testing.assert_close(found, expected[:, -kept:], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(state, after, rtol=0, atol=0)
+
+
 def test_a_state_is_a_value():
     p = plan(decoder(**MODELS["hybrid"]))
     _, state = p.prefill(tokens(), p.init_state(3))
@@ -362,6 +372,8 @@ def test_wrong_input_is_one_sentence():
     p = plan(model)
     with pytest.raises(ValueError, match=f"token holds ids from {V} to {V}"):
         p.step(torch.tensor([V]), p.init_state(1))
+    with pytest.raises(ValueError, match="logits_to_keep is 0, but must be at least 1"):
+        p.prefill(tokens(), p.init_state(3), logits_to_keep=0)
     with pytest.raises(ValueError, match=r"tokens is torch\.float32"):
         p.prefill(torch.zeros(1, 2), p.init_state(1))
     with pytest.raises(ValueError, match="state is not one of the model of this plan"):

@@ -46,6 +46,13 @@ def test_greedy_is_the_argmax_of_the_whole_forward(model: Decoder) -> None:
     assert rows == [argmax_loop(model, prompt, 24) for prompt in [*PROMPTS, []]]
 
 
+def test_only_the_logits_after_the_prompts_are_computed(model: Decoder) -> None:
+    computed: list[int] = []
+    model.head.register_forward_pre_hook(lambda head, inputs: computed.append(inputs[0].numel() // 16))
+    generate(model, PROMPTS, 3)
+    assert computed == [len(PROMPTS)] * 3
+
+
 def test_a_prompt_draws_the_same_alone_as_in_a_batch_that_shrinks(model: Decoder) -> None:
     alone = generate(model, PROMPTS[:1], 40, seed=1)[0].tolist()
     seen: dict[int, list[int]] = {}

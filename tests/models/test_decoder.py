@@ -100,6 +100,19 @@ def test_unequal_prompts_in_one_batch_are_each_as_if_alone(attention, positions,
         assert_same(stepped[row], alone[-1])
 
 
+@pytest.mark.parametrize("kept", [1, 3, 5, 9])
+@torch.no_grad()
+def test_only_the_logits_that_are_kept_are_computed(kept):
+    model, tokens, computed = decoder(attention=HYBRID), tokens_of(2, 5), []
+    padding = torch.tensor([[True, True, False, False, False], [False, True, False, False, False]])
+    expected, after = model.prefill(tokens, model.init_state(2), key_padding_mask=padding)
+    model.head.register_forward_pre_hook(lambda head, inputs: computed.append(inputs[0].shape[1]))
+    found, state = model.prefill(tokens, model.init_state(2), key_padding_mask=padding, logits_to_keep=kept)
+    assert_same(found, expected[:, -kept:])
+    assert computed == [min(kept, 5)]
+    assert_same(states.leaves(state), states.leaves(after))
+
+
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("attention", ATTENTION, ids=str)
 @torch.no_grad()
@@ -267,6 +280,7 @@ def test_weights_start_as_in_gpt2():
         (lambda m: m(tokens_of(2, 4) - 9), "but they must be in"),
         (lambda m: m(tokens_of(2, 4), key_padding_mask=torch.zeros(2, 5).bool()), "key_padding_mask"),
         (lambda m: m.loss(tokens_of(2, 4), tokens_of(2, 5)), r"targets is .*\[2, 5\], but must be .*\[2, 4\]"),
+        (lambda m: m.prefill(tokens_of(2, 4), m.init_state(2), logits_to_keep=0), "logits_to_keep is 0, but must be at least 1"),
         (lambda m: m.step(tokens_of(2, 1), m.init_state(2)), r"token is .*\[2, 1\], but must be .*\[B\]"),
         (lambda m: m.step(tokens_of(2), m.init_state(3)), r"state.position is torch.int64 of shape \[3\], but must be torch.long \[2\]"),
         (lambda m: m.step(tokens_of(2), decoder(n_layers=1).init_state(2)), "state.layers is a tuple of 1, but must be a tuple of 2"),

@@ -43,6 +43,7 @@ def test_the_last_outputs_are_gated_by_their_own_inputs():
     assert_same(model(tokens), expected)
     _, state = model.prefill(tokens[:, :5], model.init_state(2))
     assert_same(model.prefill(tokens[:, 5:], state)[0], expected)
+    assert_same(model.prefill(tokens[:, 5:], state, logits_to_keep=3)[0], expected[:, -3:])
 
 
 def test_the_latents_are_what_the_definition_says():

@@ -30,7 +30,7 @@ from unrolled.models.saving import PLAN_FILE
 from unrolled.ops import native
 from unrolled.ops.checks import check_key_padding_mask, observed, wrong
 from unrolled.ops.dispatch import prefers
-from unrolled.ops.options import check_batch_size
+from unrolled.ops.options import check_batch_size, check_integers
 from unrolled.ops.sequence import refuse
 from unrolled.ops.state import leaves, map_tensors
 
@@ -113,15 +113,21 @@ class Plan:
         )
 
     def prefill(
-        self, tokens: Tensor, state: PlanState, *, key_padding_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        state: PlanState,
+        *,
+        key_padding_mask: Tensor | None = None,
+        logits_to_keep: int | None = None,
     ) -> tuple[Tensor, PlanState]:
         """Read several tokens [B, T], after those that `state` has read; `state` is not modified.
 
         With a `key_padding_mask` [B, T], rows may have different numbers of tokens: padding is left out, and
-        its logits are 0.
+        its logits are 0. `logits_to_keep` is the number of positions, at the end, whose logits are computed;
+        all by default.
 
         Returns:
-            logits [B, T, vocab_size], fp32, and the new state.
+            logits [B, T, vocab_size], or [B, min(logits_to_keep, T), vocab_size], fp32, and the new state.
         """
         self._check("tokens", tokens, state, "[B, T]")
         B, T = tokens.shape
@@ -129,11 +135,15 @@ class Plan:
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, B, T)
             keep = ~key_padding_mask
-        logits = native.floats(B * T, self.config.vocab_size).zero_()
+        if logits_to_keep is not None:
+            check_integers(1, logits_to_keep=logits_to_keep)
+        first = 0 if logits_to_keep is None else max(T - logits_to_keep, 0)
+        logits = native.floats(B * (T - first), self.config.vocab_size).zero_()
         row, column = keep.nonzero().unbind(1)
+        place = torch.where(column < first, -1, row * (T - first) + column - first)
         after = self.with_room(_copy(state), keep.sum(1).tolist())
-        self.read(tokens[keep], row, row * T + column, [after], logits)
-        return logits.view(B, T, self.config.vocab_size), after
+        self.read(tokens[keep], row, place, [after], logits)
+        return logits.view(B, T - first, self.config.vocab_size), after
 
     def step(self, token: Tensor, state: PlanState, *, in_place: bool = False) -> tuple[Tensor, PlanState]:
         """Read one token [B] per row; return logits [B, vocab_size], fp32, and the new state.

@@ -1,6 +1,6 @@
 """The contract of a language model: it predicts the next token everywhere, and runs as a recurrence."""
 
-from typing import Generic, TypedDict, TypeVar, Unpack
+from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
 from torch import Tensor, nn
 
@@ -8,6 +8,7 @@ from unrolled.models.checks import check_ids
 from unrolled.models.embeddings import PixelEmbedding
 from unrolled.models.heads import Head
 from unrolled.models.saving import SavedModel
+from unrolled.ops.options import check_integers
 
 State = TypeVar("State")
 
@@ -109,20 +110,32 @@ class LanguageModel(SavedModel, Generic[State]):
         return self.head.loss(hidden, targets, key_padding_mask), state
 
     def prefill(
-        self, tokens: Tensor, state: State, *, key_padding_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        state: State,
+        *,
+        key_padding_mask: Tensor | None = None,
+        logits_to_keep: int | None = None,
     ) -> tuple[Tensor, State]:
         """Read several tokens [B, T] in parallel, after those that `state` has read.
 
-        With a `key_padding_mask` [B, T], rows may have different numbers of tokens: padding leaves the state
-        of its row unchanged, and its logits are meaningless.
+        Args:
+            tokens: [B, T] long.
+            state: of this model, with B rows; it is not modified.
+            key_padding_mask: [B, T] bool, True at padding, so rows may have different numbers of tokens.
+                Padding leaves the state of its row unchanged, and its logits are meaningless.
+            logits_to_keep: number of positions, at the end, whose logits are computed; all by default. With a
+                large vocabulary, the logits of a long prompt take more memory than all else.
 
         Returns:
-            logits [B, T, vocab_size] and the new state.
+            logits [B, T, vocab_size], or [B, min(logits_to_keep, T), vocab_size], and the new state.
         """
         check_ids("tokens", tokens, self.n_ids, self.embedding.weight)
         self.check_state(state, tokens.shape[0])
+        if logits_to_keep is not None:
+            check_integers(1, logits_to_keep=logits_to_keep)
         hidden, state = self.read_some(tokens, state, key_padding_mask)
-        return self.head(hidden), state
+        return self.head(hidden if logits_to_keep is None else hidden[:, -logits_to_keep:]), state
 
     def step(self, token: Tensor, state: State) -> tuple[Tensor, State]:
         """Read one token [B] per row; return logits [B, vocab_size] and the new state.
@@ -134,3 +147,8 @@ class LanguageModel(SavedModel, Generic[State]):
         self.check_state(state, token.shape[0])
         hidden, state = self.read_one(token, state)
         return self.head(hidden), state
+
+
+def keeping(model: object, n: int) -> dict[str, Any]:
+    """Return arguments for `prefill`, which then computes the logits of the last n positions, or of all."""
+    return {"logits_to_keep": n} if isinstance(model, LanguageModel) else {}

@@ -155,7 +155,12 @@ class PerceiverAR(Decoder):
         raise UnsupportedError("PerceiverAR predicts at the end of a sequence only: it has no loss_from")
 
     def prefill(
-        self, tokens: Tensor, state: DecoderState, *, key_padding_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        state: DecoderState,
+        *,
+        key_padding_mask: Tensor | None = None,
+        logits_to_keep: int | None = None,
     ) -> tuple[Tensor, DecoderState]:
         """Read several tokens [B, T] in parallel, after those that `state` has read.
 
@@ -163,9 +168,12 @@ class PerceiverAR(Decoder):
 
         Returns:
             logits [B, n, vocab_size] and the new state, where n is min(n_latents, T) in the first call, whose
-            other tokens become the prefix, and T in any later one.
+            other tokens become the prefix, and T in any later one. With `logits_to_keep`, there are the last
+            of these logits.
         """
-        return super().prefill(tokens, state, key_padding_mask=key_padding_mask)
+        return super().prefill(
+            tokens, state, key_padding_mask=key_padding_mask, logits_to_keep=logits_to_keep
+        )
 
     def read_some(
         self, tokens: Tensor, state: DecoderState, key_padding_mask: Tensor | None

@@ -14,6 +14,7 @@ from unrolled.decode.batch import MOST_TOLD, Drawing
 from unrolled.decode.request import Sampling
 from unrolled.generation import sampling as drawing
 from unrolled.generation.engine import filtered
+from unrolled.models.language_model import keeping
 from unrolled.models.limits import n_positions
 from unrolled.ops.state import leaves, map_tensors, nbytes
 from unrolled.serving.runner import Wanted, check_names
@@ -57,13 +58,14 @@ class ModelRunner:
 
     def read(self, tokens: Tensor, state: Any, wanted: Wanted) -> tuple[Tensor, Any]:
         """Read tokens [n]; see `unrolled.serving.runner.Runner.read`."""
+        count = {"none": 0, "last": 1, "all": len(tokens)}[wanted]
         if len(tokens) == 1:  # rounded like tokens that are drawn
             logits, state = self.model.step(tokens, state)
         else:
-            of_one, state = self.model.prefill(tokens.unsqueeze(0), state)
+            kept = keeping(self.model, max(count, 1))
+            of_one, state = self.model.prefill(tokens.unsqueeze(0), state, **kept)
             logits = of_one[0]
-        count = {"none": 0, "last": 1, "all": len(tokens)}[wanted]
-        return logits[len(tokens) - count :].float(), state
+        return logits[len(logits) - count :].float(), state
 
     def nbytes(self, tokens: int) -> int:
         """Bytes of the state after `tokens` tokens, estimated from the sizes after 127 and 255 tokens."""

@@ -47,6 +47,13 @@ def test_greedy(model, ids):
     assert (out.logits[1] - out.logits[-1]).abs().max() > 0.1  # the logits are not constant
 
 
+def test_only_the_logits_after_the_prompt_are_computed(ids):
+    model, computed = make(), []
+    model.model.head.register_forward_pre_hook(lambda head, inputs: computed.append(inputs[0].numel()))
+    generate(model, ids)
+    assert set(computed) == {2 * model.config.d_model}  # two rows, a position each
+
+
 def test_sampling(model, ids):
     def draw(**options):
         torch.manual_seed(5)

@@ -297,6 +297,8 @@ def test_a_wrong_field_gets_one_sentence(fields, sentence):
         (lambda ids: make()(ids + 17), ValueError, "17"),
         (lambda ids: make()(torch.full((1, 1), 17)), ValueError, "holds ids from 17 to 17, but they must be in"),
         *((lambda ids, kind=kind: make(kind=kind)(ids[0]), ValueError, r"input_ids has shape \[7\], but must have \[batch, length\]") for kind in CLASSES),
+        (lambda ids: make()(ids, labels=ids, logits_to_keep=1), ValueError, "logits_to_keep is 1, but must be 0 with labels"),
+        (lambda ids: make()(ids, logits_to_keep=torch.tensor([3])), ValueError, r"logits_to_keep is tensor\(\[3\]\), but must be an integer"),
         (lambda ids: make().resize_token_embeddings(20), UnsupportedError, "the vocabulary of a model is fixed"),
         (lambda ids: make(output_hidden_states=True)(ids), UnsupportedError, "output_hidden_states is given, but not supported"),
         (lambda ids: make().set_input_embeddings(None), UnsupportedError, "the vocabulary of a model is fixed"),
@@ -305,6 +307,14 @@ def test_a_wrong_field_gets_one_sentence(fields, sentence):
 def test_what_a_model_does_not_support_is_refused(call, error, message, ids):
     with pytest.raises(error, match=message):
         call(ids)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_the_logits_that_are_kept_are_those_of_the_last_positions(use_cache, ids):
+    model = make()
+    expected = model(ids, attention_mask=MASK, use_cache=use_cache).logits
+    found = model(ids, attention_mask=MASK, use_cache=use_cache, logits_to_keep=2).logits
+    torch.testing.assert_close(found, expected[:, -2:])
 
 
 @pytest.mark.parametrize("name", ["model", "model.stack.blocks.1", "model.stack.blocks.0.attention"])

@@ -20,17 +20,24 @@ class ReadsTokens:
     model: Decoder
 
     def _run(
-        self, ids: Tensor, mask: Tensor | None, past: object, use_cache: bool | None, otherwise: bool
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        past: object,
+        use_cache: bool | None,
+        otherwise: bool,
+        logits_to_keep: int | None = None,
     ) -> tuple[Tensor, Tensor | None, StateCache | None]:
         """Read tokens after those of a cache.
 
         Args:
             ids, mask, past, use_cache: `input_ids`, `attention_mask` and so on of `forward` in transformers.
             otherwise: the default of `use_cache` without a cache.
+            logits_to_keep: number of positions, at the end, whose output is returned; all by default.
 
         Returns:
-            The output of the decoder, [B, T, ...]; the padding [B, T], or None; the cache, or None without
-            `use_cache`.
+            The output of the decoder, [B, T, ...] or [B, logits_to_keep, ...]; the padding [B, T], or None;
+            the cache, or None without `use_cache`.
         """
         cache = self._cache(past)
         if use_cache is None:
@@ -40,13 +47,17 @@ class ReadsTokens:
         padding = self._padding(mask, ids, 0 if cache is None else cache.get_seq_length())
         tokens = without_padding(ids, padding)
         if cache is None or cache.only is None:
-            return self.model(tokens, key_padding_mask=padding), padding, None
-        return self._read(tokens, cache.only, padding), padding, cache if use_cache else None
+            out = self.model(tokens, key_padding_mask=padding)
+            return out if logits_to_keep is None else out[:, -logits_to_keep:], padding, None
+        out = self._read(tokens, cache.only, padding, logits_to_keep)
+        return out, padding, cache if use_cache else None
 
     def _padding(self, attention_mask: Tensor | None, input_ids: Tensor, seen: int) -> Tensor | None:
         return key_padding_mask(attention_mask, input_ids, seen)
 
-    def _read(self, tokens: Tensor, layer: StateLayer, padding: Tensor | None) -> Tensor:
+    def _read(
+        self, tokens: Tensor, layer: StateLayer, padding: Tensor | None, logits_to_keep: int | None
+    ) -> Tensor:
         if current(self.model) is None:  # `generate` has checked it
             self._check_takes_cache()
         state = self.model.init_state(len(tokens)) if layer.state is None else layer.state
@@ -59,7 +70,8 @@ class ReadsTokens:
             out, state = runner.step(tokens[:, 0], state, **of_plan)
             out = out.unsqueeze(1)
         else:
-            out, state = runner.prefill(tokens, state, key_padding_mask=padding)
+            kept = {} if logits_to_keep is None else {"logits_to_keep": logits_to_keep}
+            out, state = runner.prefill(tokens, state, key_padding_mask=padding, **kept)
         layer.put(state, tokens.shape[1])
         return out
 

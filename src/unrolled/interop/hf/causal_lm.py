@@ -15,6 +15,7 @@ from unrolled.interop.hf._reading import ReadsTokens
 from unrolled.interop.hf.cache import StateCache
 from unrolled.interop.hf.config import UnrolledConfig
 from unrolled.models import Decoder, DecoderState
+from unrolled.ops.options import check_integers
 
 
 class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
@@ -49,6 +50,7 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
         use_cache: bool | None = None,
         return_dict: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        logits_to_keep: int = 0,
         **others: Any,
     ) -> CausalLMOutputWithPast | tuple[object, ...]:
         """Return the logits of the token that follows each position.
@@ -62,18 +64,27 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
             return_dict: False returns a tuple.
             num_items_in_batch: number of labels other than -100 in all batches of a step, by which the summed
                 loss is divided; in evaluation, labels at padding are subtracted from it.
+            logits_to_keep: number of positions, at the end, whose logits are returned and, with a cache,
+                computed; 0 means all. `generate` sets it to 1.
             others: arguments of other models of transformers; each must be None or False.
 
         Returns:
-            `loss` if there are labels; `logits` [B, T, vocab_size]; `past_key_values`.
+            `loss` if there are labels; `logits` [B, T, vocab_size], or [B, logits_to_keep, vocab_size];
+            `past_key_values`.
 
         Raises:
             UnsupportedError: the mask is a mask of query-key pairs, or one of `others` is given.
-            ValueError: the cache is of another model or batch, or a mask or token is out of range.
+            ValueError: the cache is of another model or batch, a mask or token is out of range, or
+                `logits_to_keep` is not a whole number, or is given with labels, whose loss needs all logits.
         """
         self._refuse(others)
+        check_integers(0, logits_to_keep=logits_to_keep)
+        if labels is not None and logits_to_keep:
+            raise ValueError(f"logits_to_keep is {logits_to_keep}, but must be 0 with labels")
         otherwise = self.config.use_cache and labels is None
-        logits, padding, cache = self._run(input_ids, attention_mask, past_key_values, use_cache, otherwise)
+        logits, padding, cache = self._run(
+            input_ids, attention_mask, past_key_values, use_cache, otherwise, logits_to_keep or None
+        )
         loss = None if labels is None else self._loss(logits, labels, padding, num_items_in_batch)
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
         return self._returned(output, return_dict)
