@@ -12,13 +12,17 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 # torch keeps what it has compiled for later runs, and does not notice that an operator takes other arguments now.
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
 
-.PHONY: demo test test-compilers test-cuda test-documents fuzz test-oracles test-ray test-scale test-serve test-store test-tritons test-web test-wheel test-native test-neon wheel check format docs bench clean
+.PHONY: demo test test-compilers test-cuda test-documents fuzz test-oracles test-ray test-scale test-serve test-slow test-store test-tritons test-web test-wheel test-native test-neon wheel check format docs bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/unrolled demo $(ARGS)
 
 test: $(VENV)/installed
 	$(PYTEST) -n auto --dist loadfile
+
+# Tests that take seconds each: of exported graphs, trainings, processes, and the contract with other options.
+test-slow: $(VENV)/installed
+	$(PYTEST) -n auto --dist loadfile -m "slow and not compilers"
 
 # Tests of torch.compile on every mechanism and cell, of AOTInductor, and of the Triton kernels. The kernels are
 # compiled for a GPU, and the tests of the contract run in Triton's interpreter.

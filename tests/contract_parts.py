@@ -2,7 +2,10 @@
 
 import pytest
 
-from unrolled.testing import check_compiles, checks
+from unrolled.testing import check_compiles, check_dynamic_length, checks
+
+MARKS = {check_compiles: [pytest.mark.compilers], check_dynamic_length: [pytest.mark.slow]}
+"""The marks of checks that take long."""
 
 
 def check_uncompiled(make, *left_out):

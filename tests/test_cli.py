@@ -372,6 +372,7 @@ finally:
     assert "[linear, softmax]" in works("train", "--help").stdout
 
 
+@pytest.mark.slow
 def test_the_module_runs_as_a_command() -> None:
     command = [sys.executable, "-m", "unrolled", "list", "--draw", "nothing"]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -385,6 +386,7 @@ def _start(*arguments: object) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "printed"),
     [
@@ -417,6 +419,7 @@ def test_a_signal_ends_training_with_its_code_and_one_line_and_the_run_can_go_on
     assert document["progress"]["step"] == logged
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_error(trained: Path) -> None:
     process = _start("generate", trained, "--tokens", 300)
     assert process.stdout is not None

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from contract_parts import MARKS
 from interpreted import prepare_each_module_once
 
 from unrolled import attention
@@ -35,7 +36,7 @@ CASES = [
         name,
         check,
         id=f"{path}-{name}-{check.__name__.removeprefix('check_')}",
-        marks=[pytest.mark.compilers] if check is check_compiles else [],
+        marks=MARKS.get(check, []),
     )
     for path in PATHS
     for name in NAMES

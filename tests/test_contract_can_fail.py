@@ -550,11 +550,13 @@ def test_a_false_claim_of_a_layer_is_found(mechanism, check, message):
         check(Maker(mechanism), mechanism.supports)
 
 
+@pytest.mark.slow
 def test_the_plain_mechanism_has_no_defect():
     ran = check_mechanism(PlainLinear)
     assert ran == [check.__name__ for check in CHECKS if check not in OF_LAYERS_ONLY]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mechanism", "noticed"), DEFECTS.items(), ids=[mechanism.__name__ for mechanism in DEFECTS]
 )
@@ -592,6 +594,7 @@ def test_a_dynamic_length_that_is_not_claimed_is_found():
         check_dynamic_length(Maker(PlainLinear), supports)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_length_that_is_fixed_with_some_common_option_alone_is_found(grouped):
     """The common options are exported together, and the message names them."""

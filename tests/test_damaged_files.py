@@ -70,6 +70,7 @@ def test_log(line: str, tmp_path: Path) -> None:
         read_log(tmp_path / "log.jsonl")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("untraced")
 def test_manifest(run_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")

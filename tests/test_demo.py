@@ -83,6 +83,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
+@pytest.mark.slow
 def test_the_report_is_one_whole_page(finished):
     html = (finished[0] / "report.html").read_text()
     page = Page(html)
@@ -183,6 +184,7 @@ def test_fresh_trains_again(finished, figures):
     assert again["training"]["val"] != figures["training"]["val"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["training", "drawing", "measuring", "building"])
 def test_an_interrupt_leaves_no_report(when, tmp_path, monkeypatch):
     def interrupt(*_, **__):

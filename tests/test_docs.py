@@ -72,6 +72,7 @@ def example(tmp_path, monkeypatch):
     sys.modules.pop("unrolled.attention.simplex", None)
 
 
+@pytest.mark.slow
 def test_the_worked_example_passes_its_own_test(example):
     names = {}
     exec(example, names)

@@ -62,6 +62,7 @@ def test_states_of_segments_and_carried_ones_are_told() -> None:
     assert re.search(r"segments +[\d.]+ kB of states between them, in a temporary file", printed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_it_works_for_every_task(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNROLLED_DATA", str(tmp_path))

@@ -102,6 +102,7 @@ def test_a_subclass_is_checked_by_its_own_annotations() -> None:
         Wider(part=1)
 
 
+@pytest.mark.slow
 def test_pydantic_is_imported_with_the_first_config_only() -> None:
     script = (
         "import sys, unrolled.models, unrolled.data, unrolled.training; assert 'pydantic' not in sys.modules"

@@ -88,6 +88,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", NEW)
 def test_nothing_is_left_half_written(command: str, made: Path, tmp_path: Path) -> None:
     works(*filled(NEW[command], made, tmp_path / "trial" / "out"))
@@ -98,6 +99,7 @@ def test_nothing_is_left_half_written(command: str, made: Path, tmp_path: Path) 
         assert everything(parent) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["convert", "quantize", "compare", "list"])
 def test_what_was_there_before_stays(command: str, made: Path, tmp_path: Path) -> None:
     words = filled(NEW[command], made, tmp_path / "out")

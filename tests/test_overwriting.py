@@ -91,6 +91,7 @@ def test_a_folder_with_anything_else_is_left_alone(command: str, made: Path, tmp
     refused(filled(FOLDERS[command], made, tmp_path), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [name for name in FOLDERS if name not in ("demo", "bench")])
 def test_what_the_command_made_itself_is_written_again_and_force_writes_anywhere(
     command: str, made: Path, tmp_path: Path
@@ -109,6 +110,7 @@ def test_what_the_command_made_itself_is_written_again_and_force_writes_anywhere
     assert (out / "notes.txt").read_text() == "my notes"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["convert", "convert back", "export", "quantize"])
 def test_the_output_of_another_source_is_left_alone(command: str, made: Path, tmp_path: Path) -> None:
     """The sources differ in their weights alone."""

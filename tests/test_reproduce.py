@@ -85,6 +85,7 @@ def test_an_experiment_is_run_and_reported(tiny: Path) -> None:
     assert reproduce(tiny, "--table") in printed + "\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compared", ["loss", "accuracy"])
 def test_tokens_are_evaluated_a_second_time_for_their_accuracy_only(tiny: Path, compared: str) -> None:
     base = TINY["base"] | {"train": TINY["base"]["train"] | {"eval_batches": None}}

@@ -148,6 +148,7 @@ def test_the_data_of_another_tokenizer_are_not_evaluated(trained, tmp_path):
         path.write_text(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", ["text"], indirect=True)
 def test_weights_are_packed_and_graphs_exported(trained, tmp_path):
     works("quantize", trained, "--out", tmp_path / "int8")

@@ -47,6 +47,7 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
+@pytest.mark.slow
 def test_a_run_is_that_of_a_transcriber_by_its_recipe(trained: Path) -> None:
     assert isinstance(models.load(trained), models.Transcriber)
     settings = run_config.read_saved(trained)
@@ -55,6 +56,7 @@ def test_a_run_is_that_of_a_transcriber_by_its_recipe(trained: Path) -> None:
     assert "best loss" in works("info", trained).stdout
 
 
+@pytest.mark.slow
 def test_what_was_learned_is_transcribed_in_a_line_for_each_file(trained: Path, tmp_path: Path) -> None:
     alone = Path(shutil.copytree(trained, tmp_path / "run"))
     (alone / "run.yaml").unlink()  # the folder of the model is enough
@@ -168,6 +170,7 @@ def test_other_folders_and_tasks_are_named(trained: Path, tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.slow
 def test_an_exported_run_transcribes_the_same(trained: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     out, words = tmp_path / "speech.onnx", {"NO": 16_000, "TWO": 16_000, "ENTER": 44_100}

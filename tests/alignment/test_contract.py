@@ -154,6 +154,7 @@ class ReadsValuesInPython(Proper):
         return super().weigh(query * float(query.detach().max() > -1e9), state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "check"),
     [
@@ -180,6 +181,7 @@ def test_a_broken_promise_is_found(broken, check):
         checks[check](AlignmentMaker(broken))
 
 
+@pytest.mark.slow
 def test_all_checks_run_by_name_and_a_failure_names_its_check():
     assert check_alignment("cosine", query_dim=5) == [c.__name__ for c in ALIGNMENT_CHECKS]
     with pytest.raises(AssertionError, match="padding gets a weight") as failure:

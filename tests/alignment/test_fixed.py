@@ -1,5 +1,6 @@
 """The encoder-decoder without attention: its context is the encoder's last state."""
 
+import pytest
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -39,6 +40,7 @@ def test_a_model_with_it_reads_the_source_through_torchs_last_hidden_state():
     assert not torch.equal(model(swapped, target, key_padding_mask=padding), logits)
 
 
+@pytest.mark.slow
 def test_it_learns_to_reverse_short_words():
     torch.manual_seed(0)
     model = RNNSeq2Seq(RNNSeq2SeqConfig(6, d_model=16, hidden_size=32, attention="fixed"))

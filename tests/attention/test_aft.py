@@ -72,6 +72,7 @@ def with_gradients(y, module, x):
     return [y, *torch.autograd.grad(loss, [x, *module.parameters()])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -68,6 +68,7 @@ def test_without_keys_of_its_own_a_query_gets_what_the_mean_of_its_cluster_gets(
     torch.testing.assert_close(found, softmax_attention(means, k, v)[:, [0, 1, 0, 0, 1, 1]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"n_clusters": 3, "n_keys": 2}, {"n_clusters": 2, "n_keys": 0}])
 def test_few_clusters_keep_the_contract(options):
     check_uncompiled(Maker(ClusteredAttention, {"seed": 1, **options}))

@@ -78,6 +78,7 @@ def test_a_new_convolution_changes_nothing():
     torch.testing.assert_close(module(x), plain(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["linear", "delta_net"])
 @in_two_parts
 def test_the_contract_holds(name, check_part):

@@ -14,6 +14,7 @@ from unrolled.attention.delta_net import DeltaNet
 from unrolled.testing import Maker
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"gated": True, "max_beta": 2.0}, {"n_groups": 1}])
 @in_two_parts
 def test_gates_and_shared_queries_and_keys_keep_the_contract(options, check_part):

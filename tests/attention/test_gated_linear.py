@@ -12,6 +12,7 @@ from unrolled.attention.retention import Retention
 from unrolled.testing import Maker
 
 
+@pytest.mark.slow
 @in_two_parts
 def test_other_options_keep_the_contract(check_part):
     check_part(Maker(GatedLinearAttention, {"gate_rank": 2, "temperature": 1.0, "bias": False}))

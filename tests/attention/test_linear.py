@@ -33,6 +33,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_other_feature_maps_keep_the_contract(name):
     check_uncompiled(Maker(LinearAttention, {"feature_map": name, **OPTIONS[name]}))
@@ -54,6 +55,7 @@ def test_it_keeps_no_more_for_the_backward_pass_than_softmax_attention(dtype):
     assert kept[LinearAttention] <= kept[SoftmaxAttention]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["elu", "polynomial", "cosformer"])
 def test_a_norm_of_heads_keeps_the_contract(name):
     check_uncompiled(Maker(LinearAttention, {"feature_map": name, "normalizer": "rms"}))

@@ -27,6 +27,7 @@ from unrolled.models import Encoder, EncoderConfig
 from unrolled.testing import Maker
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("projection", "sharing"),
     [("linear", "none"), ("mean", "key-value"), ("max", "layerwise"), ("convolution", "none")],

@@ -158,6 +158,7 @@ def test_landmarks_alone_read_another_sequence():
     torch.testing.assert_close(module(x, memory[:, order]), module(x, memory))  # a set, not a sequence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

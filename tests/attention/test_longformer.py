@@ -136,6 +136,7 @@ def test_causal_it_is_window_attention():
     torch.testing.assert_close(longformer(x), window(x), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

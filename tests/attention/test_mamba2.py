@@ -15,6 +15,7 @@ from unrolled.testing import Maker
 transformers = pytest.importorskip("transformers")
 
 
+@pytest.mark.slow
 @in_two_parts
 def test_groups_and_no_convolution_keep_the_contract(check_part):
     check_part(Maker(Mamba2, {"n_groups": 2, "conv": None}))

@@ -33,6 +33,7 @@ def softmax_matrix(m, std=1.0, width=16):
     return (std * normal(m, width) @ normal(m, width, seed=1).mT / width**0.5).softmax(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"n_landmarks": 2}, {"n_landmarks": 3, "conv_width": 5}],

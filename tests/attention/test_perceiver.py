@@ -81,6 +81,7 @@ def test_the_order_of_the_inputs_changes_nothing_but_the_order_of_the_outputs():
     torch.testing.assert_close(module(x[:, :4], x[:, order]), module(x[:, :4], x), atol=1e-13, rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_latents", [2, 200])
 @in_two_parts
 def test_it_keeps_the_contract_with_few_and_many_latents(n_latents, check_part):

@@ -43,6 +43,7 @@ def softmax(q, k, v, causal=False):
     return torch.einsum("bhts,bshm->bthm", weights.softmax(-1), v)
 
 
+@pytest.mark.slow
 @in_two_parts
 def test_deterministic_features_keep_the_contract(check_part):
     check_part(Maker(PerformerAttention, {"features": "relu", "rows": "identity"}))
@@ -59,6 +60,7 @@ class SmallScores(Maker):
         return module
 
 
+@pytest.mark.slow
 def test_trigonometric_features_keep_the_contract():
     """`rfa` compiles the same attention."""
     check_uncompiled(SmallScores(PerformerAttention, {"features": "trigonometric", "per_head": True}))

@@ -79,6 +79,7 @@ shapes = {
 }
 
 
+@pytest.mark.slow
 @given(**shapes, same_bucket=st.booleans(), causal=st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_the_union_of_the_chunks_of_all_rounds(T, size, R, n_buckets, seed, same_bucket, causal):
@@ -140,6 +141,7 @@ def test_groups_of_rows_change_nothing(T, monkeypatch):
     assert set(calls) == {1}
 
 
+@pytest.mark.slow
 def test_large_numbers_of_buckets_overflow_nothing():
     q, v, buckets = random_inputs(9, n_buckets=2)
     far = buckets * 2**32
@@ -227,6 +229,7 @@ def module(**options):
     return ReformerAttention(12, 2, **{"chunk": 3, "n_buckets": 4, "seed": 7} | options).double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

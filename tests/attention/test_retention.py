@@ -17,6 +17,7 @@ def heads(T=70, H=4, G=2, D=6, M=5):
     return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
 
 
+@pytest.mark.slow
 @in_two_parts
 def test_other_options_keep_the_contract(check_part):
     check_part(Maker(Retention, {"rotary": False, "value_dim": 8, "bias": False}))

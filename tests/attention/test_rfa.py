@@ -35,6 +35,7 @@ def unit(x):
     return x / x.norm(dim=-1, keepdim=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"gate": True, "n_features": 32}, {"features": "arccos", "rows": "regularised"}],
@@ -45,6 +46,7 @@ def test_its_options_keep_the_contract(options, check_part):
     check_part(Maker(RandomFeatureAttention, options))
 
 
+@pytest.mark.slow
 @given(T=st.integers(1, 80), features=st.sampled_from(["fourier", "arccos"]), gated=st.booleans())
 @settings(max_examples=20, deadline=None)
 def test_the_parallel_form_is_the_recurrence(T, features, gated):

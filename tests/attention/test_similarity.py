@@ -23,6 +23,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"similarity": "rbf"}, {"similarity": "polynomial"}, {"symmetric": True}]
 )

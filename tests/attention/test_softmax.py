@@ -13,6 +13,7 @@ from unrolled.interop.torch import MultiheadAttention
 from unrolled.testing import Maker, check_dynamic_length
 
 
+@pytest.mark.slow
 def test_a_norm_of_each_head_and_a_gate_keep_the_contract():
     make = Maker(SoftmaxAttention, {"qk_norm": "head", "output_gate": True})
     check_uncompiled(make, check_dynamic_length)  # which is slow, and the same code as by default

@@ -130,6 +130,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("check", [check_no_future_leak, check_padding, check_gradients_through_state])
 def test_it_keeps_the_contract_at_short_strides(options, check):

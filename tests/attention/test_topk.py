@@ -86,6 +86,7 @@ def test_the_reference_of_one_head_is_the_same():
     torch.testing.assert_close(found, topk_reference(q[0, :, 0], k[0, :, 0], v[0, :, 0], 3))
 
 
+@pytest.mark.slow
 def test_few_keys_keep_the_contract():
     make = Maker(TopkAttention, {"n_keys": 3})
     check_uncompiled(make, check_half_precision)  # slow, and done with 32 keys

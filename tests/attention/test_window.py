@@ -95,6 +95,7 @@ def test_a_wide_dilated_window_is_softmax_attention_of_each_residue_class():
         torch.testing.assert_close(window(x)[:, i::3], softmax(x[:, i::3]), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"window": 4, "dilation": [1, 3, 3, 2]}, {"window": (3, 0), "dilation": [2, 1, 2, 1]}]
 )

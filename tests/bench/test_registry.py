@@ -78,6 +78,7 @@ def test_a_recurrence_is_defined_on_one_thread(monkeypatch):
     assert threads == [1]
 
 
+@pytest.mark.slow
 def test_a_quick_run_of_everything(tmp_path, monkeypatch):
     """Every case runs, and every contender that is here is right."""
     monkeypatch.setattr("unrolled.bench.plots.DPI", 40)

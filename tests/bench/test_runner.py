@@ -254,6 +254,7 @@ def test_the_machine_is_described(monkeypatch):
     assert described["processor"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not memory.CLEAR.exists(), reason="the system does not report the peak of a process")
 def test_peak_memory_is_what_a_job_adds_to_what_is_held():
     held = torch.ones(30_000_000)  # 120 MB that do not count
@@ -267,6 +268,7 @@ def test_peak_memory_is_what_a_job_adds_to_what_is_held():
     assert memory.peak(lambda: None) < 2e6  # what came before does not count either
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not memory.CLEAR.exists(), reason="the system does not report the peak of a process")
 def test_peak_memory_in_a_process_of_its_own():
     found = memory.peaks(cases.find("linear-forward"), "unrolled plain", [1024, 2048], Settings())

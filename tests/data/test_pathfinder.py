@@ -43,6 +43,7 @@ def test_labels_are_equally_frequent_and_images_differ():
     assert len(torch.unique(batch.inputs, dim=0)) == 400
 
 
+@pytest.mark.slow
 def test_lines_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="size is 12, too small for two lines of dashes = 9"):
         PathfinderDataset(size=12, dashes=9)

@@ -141,6 +141,7 @@ def test_training_has_every_utterance_once_an_epoch(folder):
     assert counts == {an4.POOL * 3 // len(LINES["train"])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["an4", "spoken_digits"])
 def test_batches_are_pure_functions_of_seed_and_step(folder, name):
     dataset, other = (data.load(name, data_dir=folder) for _ in range(2))

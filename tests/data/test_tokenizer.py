@@ -84,6 +84,7 @@ def test_long_texts_are_encoded_in_pieces_as_if_whole():
     assert PAIRS.decode(PAIRS.encode(unbroken)) == unbroken
 
 
+@pytest.mark.slow
 def test_learning_is_the_same_in_every_process_with_any_number_of_threads():
     program = (
         "import hashlib, sys; sys.path.insert(0, sys.argv[1]); from corpora import story;"

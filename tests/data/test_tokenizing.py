@@ -101,6 +101,7 @@ print(attempt)
 """
 
 
+@pytest.mark.slow
 def test_what_was_killed_goes_on_and_ends_the_same(source, tmp_path):
     command = [sys.executable, "-c", KILLED, Path(__file__).parent.parent, source, tmp_path / "killed"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)

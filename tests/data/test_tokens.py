@@ -300,6 +300,7 @@ print(json.dumps([opened, peak, digests, dataset.epoch_size("train")]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not STATUS.exists(), reason="only Linux tells the peak of the memory in a file")
 def test_75_gib_are_opened_at_once_and_stay_on_the_disk(folder, tmp_path):
     out = copied(folder, tmp_path / "sparse")

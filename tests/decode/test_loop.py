@@ -39,6 +39,7 @@ def both(model, tokens, prompts=PROMPTS, **options):
     return expected, found, reports
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_option_of_sampling_draws_the_same_tokens(options):
     expected, found, reports = both(decoder(), 1000 if not options else 200, **options)

@@ -85,6 +85,7 @@ def test_nothing_is_packed_or_initialised(tmp_path, monkeypatch):
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_loading_imports_nothing_that_takes_long(tmp_path):
     saved(tmp_path, **MODELS["pixels"])
     code = f"from unrolled import decode; decode.load({str(tmp_path)!r}); import sys; print(*sys.modules)"

@@ -21,6 +21,7 @@ def model(attention: str) -> Decoder:
     return Decoder(DecoderConfig(7, d_model=8, n_layers=1, n_heads=2, attention=attention, max_length=32))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("untraced")
 def test_another_model_is_refused(tmp_path):
     made = model("linear")

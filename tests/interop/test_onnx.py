@@ -90,6 +90,7 @@ def tokens(*size: int) -> torch.Tensor:
     return torch.randint(VOCABULARY, size, generator=torch.Generator().manual_seed(len(size)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", ["plain", "fused"])
 @torch.no_grad()
 def test_two_hundred_steps_agree_to_1e5(pair, graph):
@@ -107,6 +108,7 @@ def test_two_hundred_steps_agree_to_1e5(pair, graph):
     assert float(expected.std()) > 0.3  # so that 1e-5 is small
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 3), st.lists(st.integers(1, 70), min_size=1, max_size=4))
 @torch.no_grad()
@@ -219,6 +221,7 @@ def test_a_graph_of_other_weights_is_detected(pair):
         compare(Recurrence(other), load(folder)._session)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "options", "error", "message"),
     [
@@ -248,6 +251,7 @@ def test_a_perceiver_whose_positions_are_all_latents_can_be_exported():
     torch.testing.assert_close(recurrence(tokens(2, 4), *state)[0], model(tokens(2, 4)))
 
 
+@pytest.mark.slow
 def test_positions_that_a_feature_map_limits_are_limited_in_the_graph_too(tmp_path):
     options = {"feature_map": "cosformer", "feature_map_options": {"max_length": 2}}
     model = make("linear", positions="none", attention_options={"linear": options})
@@ -283,6 +287,7 @@ def test_a_graph_is_compared_within_the_positions_of_the_model(max_length):
     compare(recurrence, Itself(recurrence))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["similarity", "rfa", "retention", "mamba2", "longformer"])
 def test_mechanisms_that_the_guide_lists_are_traced_for_any_length(attention):
     traced = exported(Recurrence(make(attention, max_length=20), length="any"))
@@ -334,6 +339,7 @@ def test_the_logarithm_of_a_sigmoid_is_that_of_torch():
     torch.testing.assert_close(log_sigmoid(x), torch.nn.functional.logsigmoid(x), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_gates_near_zero_are_exported(tmp_path):
     model = make("gated_linear", positions="none")
     for block in model.stack.blocks:
@@ -382,6 +388,7 @@ def test_damaged_folders_are_refused(folder, tmp_path):
         load(folder, threads=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", ["linear"], indirect=True)
 def test_a_state_of_another_model_is_refused(folder, pair):
     found, other = load(folder), load(pair[1])

@@ -30,6 +30,7 @@ def folders(tmp_path_factory):
     return run_dir, out
 
 
+@pytest.mark.slow
 def test_both_engines_write_the_same(folders):
     run_dir, out = folders
     words = ("--prompt", "ab", "--tokens", 20)
@@ -40,6 +41,7 @@ def test_both_engines_write_the_same(folders):
     assert json.loads((out / "manifest.json").read_text())["sampling"]["temperature"] == 0
 
 
+@pytest.mark.slow
 def test_a_folder_of_the_wrong_kind(folders, tmp_path):
     run_dir, out = folders
     for arguments, sentence in (

@@ -30,6 +30,7 @@ def pair(request, tmp_path_factory):
     return model, folder, onnx.export_transcriber(model, folder, vocabulary=VOCABULARY)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(200, 6_000), min_size=1, max_size=3))
 @torch.no_grad()
@@ -47,6 +48,7 @@ def test_rows_of_any_lengths_are_those_of_the_model(pair, lengths):
         assert not log_prob[count:].any()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_batch_in_the_graph_is_a_batch_of_rows(pair):
     _, folder, _ = pair
@@ -106,6 +108,7 @@ def test_the_folder_says_what_the_graph_is(pair):
         compare(SamplesToSymbols(other, RATE), RATE, onnx.load_transcriber(folder)._session)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "options", "error", "message"),
     [
@@ -156,6 +159,7 @@ def test_wrong_inputs_are_refused(pair):
     assert found(x[:0]).shape == (0, 0, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("pair", ["lstm"], indirect=True)
 def test_damaged_and_other_folders_are_refused(pair, tmp_path):

@@ -75,6 +75,7 @@ def fake_npm(monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes]) -> list[l
     return calls
 
 
+@pytest.mark.slow
 def test_a_page_is_complete(run, runtime, tmp_path):
     out = tmp_path / "page"
     printed = works("export", run, out, "--web", "--runtime", runtime, "--temperature", 0.5).output
@@ -105,6 +106,7 @@ def test_a_page_is_complete(run, runtime, tmp_path):
     assert {path.name for path in source.iterdir()} < {path.name for path in out.iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("untraced")
 def test_a_page_of_models_of_speech(runtime, tmp_path):
     softmax, lstm = tmp_path / "softmax", tmp_path / "lstm"
@@ -128,6 +130,7 @@ def test_a_page_of_models_of_speech(runtime, tmp_path):
     assert not web.is_current_page_of(out, {"softmax": lstm, "lstm": lstm})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("untraced")
 def test_a_page_is_written_again_for_the_same_models_only(run, runtime, tmp_path):
     out = tmp_path / "page"
@@ -300,6 +303,7 @@ def test_models_of_one_vocabulary_stand_side_by_side():
     assert [entry["transformer"] for entry in entries[5:8]] == [True, False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("untraced")
 def test_models_of_other_numbers_of_ids_do_not_stand_side_by_side(runtime, tmp_path):
     runs = {}
@@ -324,6 +328,7 @@ def test_the_server_is_local_and_has_the_mime_types_of_modules(tmp_path):
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_the_demo_trains_digits_and_reports_missing_text(runtime, tmp_path, monkeypatch):
     demo = importlib.import_module("unrolled.cli.demo")  # `unrolled.cli.demo` itself is the command
     small = ["model.d_model=16", "model.n_layers=2", "model.n_heads=2"]

@@ -17,6 +17,7 @@ def test_every_kind_has_a_small_model():
     assert set(FIELDS) == set(models.KINDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FIELDS)
 def test_any_other_value_of_any_field_is_refused_in_one_sentence(kind, tmp_path):
     small_model(kind).save(tmp_path)

@@ -199,6 +199,7 @@ def test_it_shows_what_it_reads(fields):
         make(cross_attention="topk").attend(source, shifted(targets, 11))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, LINEAR])
 def test_it_learns_to_reverse_words_and_translates_the_same_in_any_batch(fields):
     torch.manual_seed(0)

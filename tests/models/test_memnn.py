@@ -275,6 +275,7 @@ def stories_of(facts, count, seed):
     return "".join(f"{line}\n" for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("facts", [1, 2])
 def test_it_learns_from_supporting_facts_and_is_evaluated_and_drawn(facts, tmp_path, monkeypatch):
     folder = tmp_path / "tasks_1-20_v1-2/en-10k"

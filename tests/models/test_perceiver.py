@@ -218,6 +218,7 @@ def test_bf16_autocast_keeps_the_residual_stream_wide():
     assert {loss.dtype, *seen} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_a_perceiver_learns_where_on_a_grid_the_light_is():
     torch.manual_seed(0)
     config = PerceiverConfig(

@@ -185,6 +185,7 @@ def test_it_compiles_whole():
     assert_same(compiled(tokens_of(2, 9)), model(tokens_of(2, 9)))
 
 
+@pytest.mark.slow
 def test_it_learns_to_copy_from_the_prefix():
     torch.manual_seed(0)
     fields = {"d_model": 32, "n_layers": 2, "n_heads": 4, "n_latents": 6, "max_length": 16}

@@ -334,6 +334,7 @@ def test_shallow_and_deep_fusion_are_their_equations():
     torch.testing.assert_close(deep(source, target)[0], deep.out(torch.stack(expected)[:, :8]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"), [(RNNSeq2Seq, {}), (LuongSeq2Seq, {"n_layers": 1}), (DeepLSTMNSeq2Seq, {})]
 )

@@ -159,6 +159,7 @@ def test_padding_and_company_change_nothing(kind, options):
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_learns_what_tones_say(kind):
     torch.manual_seed(0)

@@ -129,6 +129,7 @@ def test_axes_before_the_last_are_kept_apart():
     torch.testing.assert_close(folded, linear_cross_entropy(inputs[0][:12], *inputs[1:], target[:12]))
 
 
+@pytest.mark.slow
 def test_derivatives_of_any_order_and_transforms():
     *inputs, target = arguments()
     assert torch.autograd.gradgradcheck(lambda *xs: linear_cross_entropy(*xs, target, smoothing=0.1), inputs)

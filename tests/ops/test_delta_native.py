@@ -104,12 +104,14 @@ def test_is_as_exact_as_the_definition(T, heads, D, M, gates, max_beta, dtype):
     assert_as_exact(lambda seed: inputs(sizes, dtype, seed, max_beta, gates=gates), draws=draws, gates=gates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gates", ["heads", "channels"])
 @pytest.mark.parametrize(("D", "M"), [(128, 64), (64, 130)])
 def test_wide_heads(D, M, gates):
     assert_as_exact(lambda seed: inputs((1, 150, 1, 1, D, M), torch.float32, seed, gates=gates), gates=gates)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(
     st.lists(st.sampled_from([0, 1, 2, 15, 16, 17, 40]), max_size=5),

@@ -48,6 +48,7 @@ def test_gradients_equal_those_of_the_definition():
         torch.testing.assert_close(x, y, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.slow
 def test_second_derivatives():
     inputs = [x.requires_grad_() for x in random_inputs(1, 5, 1, 2, 2)]
     assert torch.autograd.gradgradcheck(lambda *inputs: run(inputs), inputs)

@@ -99,6 +99,7 @@ def assert_as_exact(draw, draws=4, **masks):
 widths = st.sampled_from([1, 3, 8, 16, 17, 33, 64, 80])
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     st.integers(0, 70),
@@ -114,11 +115,13 @@ def test_is_as_exact_as_the_definition(T, H, D, M, strength, forgetting, dtype):
     assert_as_exact(lambda seed: inputs(sizes, dtype, seed, strength, forgetting=forgetting), draws=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("D", "M"), [(128, 64), (64, 130)])
 def test_wide_heads(D, M):
     assert_as_exact(lambda seed: inputs((1, 150, 1, D, M), torch.float32, seed))
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.lists(st.sampled_from([0, 1, 2, 7, 8, 9, 40]), max_size=5), widths)
 def test_packed_sequences_are_as_exact_as_the_definition(lengths, M):

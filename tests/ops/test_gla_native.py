@@ -93,6 +93,7 @@ def test_wide_heads(R, M):
     assert_as_exact(lambda seed: inputs((1, 150, 1, 1, R, M), torch.float32, seed))
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.lists(st.sampled_from([0, 1, 2, 7, 8, 9, 40]), max_size=5), widths)
 def test_packed_sequences_are_as_exact_as_the_definition(lengths, M):

@@ -290,6 +290,7 @@ def test_is_a_well_behaved_torch_operator(causal, packed):
     torch.library.opcheck(torch.ops.unrolled.linear_attention.default, arguments)
 
 
+@pytest.mark.slow
 def test_an_eager_call_does_not_import_the_compiler():
     """That takes seconds, in which a program waits for its first output."""
     script = """

@@ -159,6 +159,7 @@ def test_nothing_is_checked_where_nothing_is_compiled():
     assert check.compiled_for(torch.device("cpu")) is None
 
 
+@pytest.mark.slow
 def test_looking_up_a_verdict_takes_microseconds():
     script = (
         "import timeit, torch\n"

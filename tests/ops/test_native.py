@@ -25,6 +25,7 @@ def test_a_kernel_that_reports_no_memory_raises_memory_error(monkeypatch):
         native.call("dense", b"")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS and /proc")
 def test_a_process_out_of_memory_goes_on_after_a_memory_error():
     # One query reads 2**20 keys and their values, of which the kernel copies all to its workspace: 128 MiB.

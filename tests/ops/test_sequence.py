@@ -57,12 +57,14 @@ def assert_exact(results, expected):
         assert error(results[name], right) <= allowed, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_give_what_one_gives(found, name):
     """In `forward`, in two calls of `prefill`, in the state after them, and in all gradients."""
     assert_exact(joined(of_ranks(found, f"2 {name} {FP64}")), of_one(name, torch.float64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_in_single_precision(found, name):
     """1e-6, or for gradients twice the rounding of one process, where that is more."""

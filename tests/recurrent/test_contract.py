@@ -1,16 +1,17 @@
 """Every file in `recurrent/` keeps the contract."""
 
 import pytest
+from contract_parts import MARKS
 
 from unrolled import recurrent
-from unrolled.testing import CellMaker, check_compiles, checks
+from unrolled.testing import CellMaker, checks
 
 CASES = [
     pytest.param(
         name,
         check,
         id=f"{name}-{check.__name__.removeprefix('check_')}",
-        marks=[pytest.mark.compilers] if check is check_compiles else [],
+        marks=MARKS.get(check, []),
     )
     for name in recurrent.names()
     for check in checks(recurrent.load(name).supports)

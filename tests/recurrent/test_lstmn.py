@@ -58,6 +58,7 @@ def test_a_tape_of_length_1_is_the_lstm_of_torch():
     torch.testing.assert_close(ours(x), theirs(x)[0], rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_bounded_tape_keeps_the_contract():
     make = CellMaker(LSTMN, {"tape_length": 3})
     assert make.supports.recurrence == "constant"

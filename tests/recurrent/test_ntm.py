@@ -67,6 +67,7 @@ def test_it_is_its_equations(controller, read_heads, write_heads, reach):
     assert_same_gradients(found, expected, [x, *layer.parameters()])
 
 
+@pytest.mark.slow
 def test_several_heads_and_a_feed_forward_controller_keep_the_contract():
     options = {"controller": "feedforward", "read_heads": 2, "write_heads": 2, "memory_size": 9, "reach": 2}
     make = CellMaker(NTM, options)
@@ -122,6 +123,7 @@ def test_hostile_weights_and_inputs_end_finite():
     torch.testing.assert_close(state.weights.sum(-1), torch.ones(2, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("controller", ["feedforward", "lstm"])
 def test_gradients_stay_finite_at_a_large_learning_rate(controller):
     torch.manual_seed(0)

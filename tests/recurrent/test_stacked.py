@@ -68,6 +68,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "check"), CASES)
 def test_contract(kind, check):
     make = CellMaker(kind)

@@ -118,6 +118,7 @@ def test_streams_have_one_chunk_for_each_block() -> None:
     assert not any("usage" in x for x in chunks)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_a_stream_tells_what_the_whole_answer_tells(data: st.DataObject) -> None:

@@ -49,6 +49,7 @@ def serving(*arguments: object) -> Iterator[tuple[str, str]]:
         process.communicate()
 
 
+@pytest.mark.slow
 def test_a_run_is_served_and_its_states_outlive_the_process(folder: Path) -> None:
     body = {"model": "tale", "prompt": "Once", "temperature": 0, "max_tokens": 4}
     with serving(folder, "--name", "tale", "--rate", "1000/minute") as (address, said):
@@ -86,6 +87,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_late_thread_does_not_abort_the_process() -> None:
     command = [sys.executable, "-c", LATE, "serve", "--demo", "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -74,6 +74,7 @@ def raw(address: str, content: bytes, drip: bytes = b"") -> tuple[float, bytes]:
     raise AssertionError(f"the connection stayed open after {found!r}")
 
 
+@pytest.mark.slow
 def test_slow_headers_and_bodies_are_closed(address: str) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
     for content, drip in [(b"", b""), (head, b""), (head + b"x: ", b"a")]:
@@ -88,6 +89,7 @@ def test_slow_headers_and_bodies_are_closed(address: str) -> None:
         assert b'"slow_body"' in found
 
 
+@pytest.mark.slow
 def test_a_client_that_goes_away_frees_its_rows(address: str) -> None:
     with httpx.Client(base_url=address) as http:
         for stream in (True, False):
@@ -105,6 +107,7 @@ def test_a_client_that_goes_away_frees_its_rows(address: str) -> None:
             until(lambda: "unrolled_rows 0.0" in http.get("/metrics").text, 0.5)
 
 
+@pytest.mark.slow
 def test_sigterm_ends_what_runs_whole_or_with_an_error() -> None:
     process, address = started(pause=0.05, drain=2)
     found: list[tuple[bool, int, httpx.Response]] = []
@@ -136,6 +139,7 @@ def test_sigterm_ends_what_runs_whole_or_with_an_error() -> None:
             assert events(answer.text)[-1]["error"]["code"] == "stopping"
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_process() -> None:
     process, address = started(pause=0.05)
     body = {**BODY, "max_tokens": 10_000, "stream": True}

@@ -76,6 +76,7 @@ def test_a_part_of_a_character_is_held_back_until_the_end(text: Text) -> None:
     assert read([], final=True) == "\ufffd"
 
 
+@pytest.mark.slow
 @given(st.text(max_size=8), st.integers(0, 40))
 @example("<|end|>", 0)
 def test_a_cut_character_is_completed_by_the_next_reader(folder: Path, given_text: str, cut: int) -> None:

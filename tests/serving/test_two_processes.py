@@ -21,6 +21,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[Server
         yield [(x, stack.enter_context(httpx.Client(base_url=x.address(60)))) for x in servers]
 
 
+@pytest.mark.slow
 def test_a_session_goes_on_in_the_other_process(both: list[tuple[Server, httpx.Client]]) -> None:
     (_, first), (_, second) = both
     _, begun = told(completion(first, "ROMEO:"))
@@ -30,6 +31,7 @@ def test_a_session_goes_on_in_the_other_process(both: list[tuple[Server, httpx.C
     assert told(answer) == told(completion(first, "JULIET:", state=begun))
 
 
+@pytest.mark.slow
 def test_both_keep_and_read_states_at_once(both: list[tuple[Server, httpx.Client]]) -> None:
     (_, first), (_, second) = both
 

@@ -133,6 +133,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(tmp_path):
     for found in results(2, several, tmp_path / "two", RUNS):
         alone = several(0, tmp_path / "one", {n: {**x, "shard": 1} for n, x in RUNS.items()})

@@ -177,6 +177,7 @@ print(dry_run(Large(), Cycles(), config()).peak_bytes)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="the system does not report the peak of a process")
 def test_the_peak_has_what_a_step_allocates():
     tests = Path(__file__).parent.parent

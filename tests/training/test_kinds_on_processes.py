@@ -83,6 +83,7 @@ def check(names: list[str], alone: Losses, sharded: Losses) -> None:
         assert max(abs(x - y) for x, y in zip(one, two, strict=True)) < 1e-5, (name, one, two)
 
 
+@pytest.mark.slow
 def test_a_few_of_each_form_and_in_bf16():
     in_bf16 = ["hybrid", "encoder_decoder"]
     alone, each = trained([(x, {}) for x in FEW] + [(x, {"bf16": True}) for x in in_bf16])

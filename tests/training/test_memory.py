@@ -39,6 +39,7 @@ def run(**environment):
     return kept == "True", int(faults)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have another C library")
 def test_freed_memory_is_kept_unless_the_environment_says_otherwise():
     kept, faults = run()

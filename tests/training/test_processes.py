@@ -106,6 +106,7 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
     return folder, {name: [rank[i] for rank in found] for i, name in enumerate(MANY)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MANY)
 def test_two_processes_are_one(name, on_two, alone):
     folder, found = on_two
@@ -169,6 +170,7 @@ def more(tmp_path_factory: pytest.TempPathFactory, on_two: Any) -> tuple[Path, l
     return folder, results(2, more_on_two, folder, on_two[0])
 
 
+@pytest.mark.slow
 def test_whole_micro_batches_give_the_bits_of_one_process(more, alone):
     folder, found = more
     one, (seen, weights, _) = alone(**STEPS | {"accumulate": 2})
@@ -178,6 +180,7 @@ def test_whole_micro_batches_give_the_bits_of_one_process(more, alone):
         assert far(weights, x["whole"][1]) == 0  # `calls`, which counts forward passes, included
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["to shards", "to copies", "again"])
 def test_what_two_processes_saved_is_resumed_on_two(name, more, alone):
     folder, found = more

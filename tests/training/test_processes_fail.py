@@ -155,6 +155,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
     return folder, results(2, failing, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAID)
 def test_one_process_says_why_and_the_other_ends(name, failed):
     culprit, kind, sentence = SAID[name]
@@ -168,6 +169,7 @@ def test_one_process_says_why_and_the_other_ends(name, failed):
         assert sentence in str(other) or sentence in str(raised.args)
 
 
+@pytest.mark.slow
 def test_what_was_there_is_left_as_it_was(failed):
     folder = failed[0]
     assert not (folder / "a").exists()

@@ -40,6 +40,7 @@ def test_rows_are_drawn_again_between_updates(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(rows(kept), rows(model()), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [4, 6, 7])
 def test_such_a_run_resumes_bit_for_bit(tmp_path, cut):
     options = {"steps": 9, "redraw_every": 3, "checkpoint_every": 2}

@@ -114,6 +114,7 @@ def test_an_outdated_model_goes_once_the_new_run_has_begun(tmp_path):
         model.touch()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [9, 21, 33])
 def test_a_model_that_is_saved_again_does_not_change_the_schedule(tmp_path, step):
     options = {"schedule": "plateau", "lr": 0.3, "warmup_steps": 0}

@@ -85,6 +85,7 @@ def test_so_is_that_of_cells(cell):
     check_equal(model, rows(23), 7)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(length=st.integers(1, 40), segment=st.integers(1, 45), padded=st.booleans(), data=st.data())
 def test_rows_of_any_length_in_segments_of_any_length(length, segment, padded, data):

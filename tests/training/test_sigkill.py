@@ -60,6 +60,7 @@ def steps_logged(run_dir: Path) -> int:
     return max((line["step"] for line in read_log(run_dir / "log.jsonl")), default=0)
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments(tmp_path):
     run(tmp_path / "alone", **LONG)
     cut = tmp_path / "cut"

@@ -61,6 +61,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_a_signal_in_a_long_evaluation_ends_the_run_soon_and_loses_nothing(number, alone, tmp_path):
     run_dir = tmp_path / "run"

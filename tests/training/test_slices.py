@@ -119,6 +119,7 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
     return folder, results(2, share, folder, {name: {"sequence": 2} | x for name, x in SHARED.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARED)
 def test_two_processes_that_share_sequences_are_one(name, on_two):
     folder, found = on_two

@@ -84,6 +84,7 @@ def sent(rank: int, options: dict[str, Any]) -> int:
     return taken(decoder(dataset), dataset, **options).sent_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("shard", [1, 2])
 def test_bytes_sent_are_those_of_the_formula(shard, accumulate):

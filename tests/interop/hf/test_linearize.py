@@ -215,6 +215,7 @@ def test_a_cache_of_the_caller_holds_the_states(linear):
     torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits)
 
 
+@pytest.mark.slow
 def test_another_process_that_unpickles_a_model_honours_padding(linear, tmp_path):
     model, given = linear["llama"], inputs("llama")
     torch.save((model, given, model(**given).logits), tmp_path / "model.pt")

@@ -49,6 +49,7 @@ def train(folder, *, resume=None, callbacks=()):
     return trainer
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     whole = train(tmp_path / "whole")
     train(tmp_path / "cut", callbacks=[StopAt()])
@@ -71,6 +72,7 @@ class Labelled(Counting):
         return super().__getitem__(index) | {"labels": index % 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "rows"),
     [
