@@ -168,8 +168,8 @@ class PerceiverAR(Decoder):
 
         Returns:
             logits [B, n, vocab_size] and the new state, where n is min(n_latents, T) in the first call, whose
-            other tokens become the prefix, and T in any later one. With `logits_to_keep`, there are the last
-            of these logits.
+            other tokens become the prefix, and T in any later one. With `logits_to_keep`, only the last of
+            these logits.
         """
         return super().prefill(
             tokens, state, key_padding_mask=key_padding_mask, logits_to_keep=logits_to_keep

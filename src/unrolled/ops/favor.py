@@ -57,6 +57,7 @@ def shifts(
     padding = None if key_padding_mask is None else key_padding_mask.unsqueeze(-1)
     unpadded = peak if padding is None else peak.masked_fill(padding, LOWEST)
     previous, running = _running_maximum(unpadded, before, cu_seqlens)
+    # A copy of the last maximum: a slice would keep all of them in memory.
     last, log_decay = torch.cat([before.unsqueeze(1), running[:, -1:]], 1)[:, -1], None
     if causal:
         shift, log_decay = running, log_decay_between(previous, running)
