@@ -352,7 +352,6 @@ def test_every_option_is_drawn() -> None:
     assert found == {name: set(options) for name, options in OPTIONS.items()}
 
 
-@pytest.mark.slow
 @blocks
 def test_commands(
     seeds: range, world: Path, tmp_path: Path, record_property: object, monkeypatch: pytest.MonkeyPatch

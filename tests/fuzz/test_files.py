@@ -159,7 +159,6 @@ def sources(world: Path, folders: Path) -> dict[Path, Loader]:
     return read | {world / "hf": read_hf, world / "onnx": read_onnx, world / "run": read_run}
 
 
-@pytest.mark.slow
 @blocks
 def test_files(seeds: range, sources: dict[Path, Loader], tmp_path: Path, record_property: object) -> None:
     whole: dict[Path, Any] = {}
