@@ -135,9 +135,10 @@ class Plan:
         if key_padding_mask is not None:
             check_key_padding_mask(key_padding_mask, B, T)
             keep = ~key_padding_mask
+        first = 0
         if logits_to_keep is not None:
             check_integers(1, logits_to_keep=logits_to_keep)
-        first = 0 if logits_to_keep is None else max(T - logits_to_keep, 0)
+            first = max(T - logits_to_keep, 0)
         logits = native.floats(B * (T - first), self.config.vocab_size).zero_()
         row, column = keep.nonzero().unbind(1)
         place = torch.where(column < first, -1, row * (T - first) + column - first)

@@ -150,5 +150,5 @@ class LanguageModel(SavedModel, Generic[State]):
 
 
 def keeping(model: object, n: int) -> dict[str, Any]:
-    """Return arguments for `prefill`, which then computes the logits of the last n positions, or of all."""
+    """Return `logits_to_keep` as an argument of `model.prefill`, unless the model is from elsewhere."""
     return {"logits_to_keep": n} if isinstance(model, LanguageModel) else {}

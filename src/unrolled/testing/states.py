@@ -122,7 +122,6 @@ def check_constant_state(make: Maker, supports: Supports) -> None:
         what, found = f"state of 2 rows after {describe(plan)}", nbytes(state)
         require(found == expected, f"{what}: {found} bytes, init_state has {expected}")
         kept.append(_kept(state))
-    what = f"state of 2 rows after {describe(plan)}"
     require(kept[-1] == kept[-2], f"{what}: keeps {kept[-1]} bytes in memory, and {kept[-2]} after 20 tokens")
 
 

@@ -70,8 +70,9 @@ class ReadsTokens:
             out, state = runner.step(tokens[:, 0], state, **of_plan)
             out = out.unsqueeze(1)
         else:
-            kept = {} if logits_to_keep is None else {"logits_to_keep": logits_to_keep}
-            out, state = runner.prefill(tokens, state, key_padding_mask=padding, **kept)
+            out, state = runner.prefill(
+                tokens, state, key_padding_mask=padding, logits_to_keep=logits_to_keep
+            )
         layer.put(state, tokens.shape[1])
         return out
 
