@@ -269,6 +269,7 @@ def test_an_experiment_is_copied_and_listed(tmp_path: Path) -> None:
     [
         (["--only", "wide,slim"], "--only has 'slim', but the contenders are narrow, wide"),
         (["--shipped", "--scale", "quick"], "--scale is 'quick', but must be full: the results of --shipped"),
+        (["--shipped"], "no results of tiny come with the library: leave out --shipped"),
         (["--scale", "big"], "scale is 'big', but must be one of quick, full, smoke"),
         (["--table"], "no run of tiny has ended in"),
         (["--table", "--only", "wide"], "--only is for a training, but --table makes none"),

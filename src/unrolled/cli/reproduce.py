@@ -57,6 +57,7 @@ def reproduce(
     and report.html. `--shipped` uses the results that come with the library, which are of the scale full, and
     trains only other contenders and seeds.
     """
+    from unrolled import experiments
     from unrolled.cli import _experiments
     from unrolled.cli._device import choose
 
@@ -76,6 +77,8 @@ def reproduce(
         raise ValueError(
             f"--scale is {scale!r}, but must be full: the results of --shipped are of this scale"
         )
+    if shipped and experiments.obtained(experiment.name) is None:
+        raise ValueError(f"no results of {experiment.name} come with the library: leave out --shipped")
     scale = scale or ("full" if shipped else next(iter(experiment.scales)))
     experiment = experiment.at(scale)
     contenders = _chosen(experiment, only)

@@ -128,6 +128,10 @@ class Plan:
 
         Returns:
             logits [B, T, vocab_size], or [B, min(logits_to_keep, T), vocab_size], fp32, and the new state.
+
+        Raises:
+            ValueError: ids outside the vocabulary, an argument of the wrong shape or type, a state of another
+                plan or batch, more tokens than the model has positions, or `logits_to_keep` below 1.
         """
         self._check("tokens", tokens, state, "[B, T]")
         B, T = tokens.shape

@@ -129,6 +129,10 @@ class LanguageModel(SavedModel, Generic[State]):
 
         Returns:
             logits [B, T, vocab_size], or [B, min(logits_to_keep, T), vocab_size], and the new state.
+
+        Raises:
+            ValueError: as `forward`; a state of another model or batch; `logits_to_keep` is below 1.
+            UnsupportedError: an attention of the model has no recurrent form, or does not support padding.
         """
         check_ids("tokens", tokens, self.n_ids, self.embedding.weight)
         self.check_state(state, tokens.shape[0])

@@ -170,6 +170,9 @@ class PerceiverAR(Decoder):
             logits [B, n, vocab_size] and the new state, where n is min(n_latents, T) in the first call, whose
             other tokens become the prefix, and T in any later one. With `logits_to_keep`, only the last of
             these logits.
+
+        Raises:
+            ValueError, UnsupportedError: as `LanguageModel.prefill`.
         """
         return super().prefill(
             tokens, state, key_padding_mask=key_padding_mask, logits_to_keep=logits_to_keep
