@@ -157,6 +157,20 @@ def test_it_says_when_a_model_cannot_be_evaluated_so(runs: Path) -> None:
     assert "has no run.yaml" in error("evaluate", runs)
 
 
+def test_bits_per_byte_are_of_the_targets_that_the_loss_covers(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(("latin words " + "λόγος ἦν ἀρχή") * 200)
+    folder, half = tmp_path / "run", ["model.name=perceiver_ar", "model.n_latents=16", "data.length=32"]
+    text = ["data.name=text", f"data.path={tmp_path / 'text.txt'}"]
+    works("train", *text, *half, *MODEL, *TRAIN, f"run_dir={folder}")
+    works("evaluate", folder, "--out", tmp_path / "figures.json")
+    figures, run, size = json.loads((tmp_path / "figures.json").read_text()), resolve(read_saved(folder)), 0
+    for batch in run.dataset.eval_batches(64):
+        for row in batch.targets[:, -16:]:
+            size += len(run.dataset.vocabulary.decode(row[row != IGNORED]).encode())
+    nats = figures["loss"] * figures["splits"]["validation"][1]
+    assert figures["bits_per_byte"] == pytest.approx(nats / math.log(2) / size)
+
+
 def test_data_of_one_length_has_no_other(runs: Path) -> None:
     config = models.load(runs / "text").config
     with pytest.raises(

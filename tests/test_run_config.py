@@ -197,5 +197,30 @@ def test_a_key_that_yaml_reads_as_a_boolean_is_named(tmp_path: Path) -> None:
 
 
 def test_any_folder_of_data_is_read_as_it_is_named(settings: list[str]) -> None:
-    folder = Path("my\u00a0\"data's\\files")
+    folder = Path("my\u00a0\"data's\\files \U0001f600 #2")
     assert run_config.read(None, settings, folder)["data"]["data_dir"] == str(folder)
+
+
+def test_a_number_sign_begins_no_comment_in_an_override() -> None:
+    overrides = ["run_dir=run #7", "data.path=#5", "data.name='a #b'", "model.attention=[linear, softmax]"]
+    assert run_config.read(None, overrides) == {
+        "run_dir": "run #7",
+        "data": {"path": "#5", "name": "a #b"},
+        "model": {"attention": ["linear", "softmax"]},
+    }
+
+
+def test_the_folder_of_a_run_may_be_below_home(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    run = run_config.resolve(run_config.read(None, [*settings, "run_dir=~/runs"]))
+    assert run.run_dir == Path("/home/me/runs")
+
+
+@pytest.mark.parametrize("name", ["1e-3", "None", "12e5", "yes", "run #7"])
+def test_a_saved_run_is_read_again_whatever_its_name(
+    name: str, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = run_config.resolve(run_config.read(None, [*settings, f"run_dir='{name}'"]))
+    run.save()
+    assert run_config.read_saved(Path(name))["run_dir"] == name

@@ -67,7 +67,7 @@ def measure(model: Any, run: "Run", positions: bool = False, beam_size: int = 1)
         found["positions"] = [asdict(score) for score in scores]
         if dataset.vocabulary.kind == "tokenizer":
             found["perplexity"] = math.exp(total.loss)
-        if (size := bytes_per_target(dataset)) is not None:
+        if (size := bytes_per_target(model, dataset)) is not None:
             found["bits_per_byte"] = total.loss / math.log(2) / size
         extent = f", over all {total.targets:,} targets in {total.windows:,} windows of {length:,} tokens"
     else:
@@ -95,19 +95,23 @@ def measure(model: Any, run: "Run", positions: bool = False, beam_size: int = 1)
     return found
 
 
-def bytes_per_target(dataset: "BaseDataset") -> float | None:
-    """Return the mean bytes of UTF-8 that a target of the validation split stands for; None if unknown.
+def bytes_per_target(model: Any, dataset: "BaseDataset") -> float | None:
+    """Return the mean bytes of UTF-8 that a predicted target of the validation split stands for.
 
-    Tokens that have no text, such as the end of a document, count as targets without bytes.
+    Tokens that have no text, such as the end of a document, count as targets without bytes. The result is
+    None if the bytes are unknown.
     """
     import torch
+
+    from unrolled.training.evaluation import only_predicted
 
     counts = dataset.vocabulary.byte_counts()
     if counts is None:
         return None
     sizes, total, targets = torch.tensor(counts), 0, 0
     for batch in dataset.eval_batches(64):
-        known = batch.targets[batch.targets >= 0]
+        predicted = only_predicted(model, batch).targets
+        known = predicted[predicted >= 0]
         total += int(sizes[known].sum())
         targets += len(known)
     return total / targets if total else None

@@ -10,7 +10,6 @@
 A resolved run writes all settings, defaults included, to `run_dir/run.yaml`, which is itself such a file.
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -130,7 +129,7 @@ class Run:
         Raises:
             ValueError: the folder cannot be made or written to.
         """
-        text = yaml.safe_dump(self.settings(), sort_keys=False, allow_unicode=True)
+        text = yaml.dump(self.settings(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
         try:
             write_file(self.run_dir / RUN_FILE, text)
         except OSError as error:
@@ -140,14 +139,13 @@ class Run:
 def read(path: Path | None, overrides: Sequence[str], data_dir: Path | None = None) -> dict[str, Any]:
     """Read a YAML file, if there is one, and apply overrides such as `"model.n_layers=4"` in order.
 
-    `data_dir` overrides `data.data_dir`, after all others.
+    The value of an override is YAML, in which `#` begins no comment. `data_dir` overrides `data.data_dir`,
+    after all others.
 
     Raises:
         ValueError: the file is no YAML mapping, or an override has no `=` or sets a part of a value that is
             not a section.
     """
-    if data_dir is not None:
-        overrides = [*overrides, f"data.data_dir={json.dumps(str(data_dir))}"]
     values: dict[str, Any] = {} if path is None else _parse(read_text(path), str(path)) or {}
     if not isinstance(values, dict):
         raise ValueError(f"{path} is {values!r}, but must be a mapping of the sections {', '.join(SECTIONS)}")
@@ -163,7 +161,11 @@ def read(path: Path | None, overrides: Sequence[str], data_dir: Path | None = No
             target = target[section]
             if not isinstance(target, dict):
                 raise ValueError(f"override {override!r} sets a part of {section}, which is {target!r}")
-        target[last] = _parse(value, f"override {override!r}")
+        target[last] = _value(value, f"override {override!r}")
+    if data_dir is not None:
+        section = values.get("data") or {}
+        if isinstance(section, dict):  # else `check` says what is wrong
+            values["data"] = {**section, "data_dir": str(data_dir)}
     return values
 
 
@@ -270,7 +272,7 @@ def _run_dir(given: object, dataset: data.BaseDataset) -> Path:
         raise ValueError(
             f"run_dir is {given!r}, but must be the name of a folder; a name like 3.5 needs quotes"
         )
-    return Path(given)
+    return Path(given).expanduser()
 
 
 def _model(kind: type[SavedModel], dataset: data.BaseDataset, given: Mapping[str, Any]) -> ModelConfig:
@@ -321,6 +323,15 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path} is not a text file: {error}") from error
 
 
+def _value(text: str, source: str) -> Any:
+    """Parse the value of an override."""
+    value = _parse(text, source)
+    plain_text = value is None or isinstance(value, str)
+    if "#" in text and plain_text and not text.lstrip().startswith(("'", '"')):
+        return text.strip()  # YAML would read ` #` as the beginning of a comment
+    return value
+
+
 def _parse(text: str, source: str) -> Any:
     try:
         return yaml.load(text, _Loader)
@@ -335,10 +346,14 @@ class _Loader(yaml.SafeLoader):
     """
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"None$"), ["N"])
+class _Dumper(yaml.SafeDumper):
+    """Quotes the texts that `_Loader` would read as a number or as null."""
+
+
+_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+    _class.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"None$"), ["N"])
 
 
 def _check_keys(prefix: str, given: Iterable[str], valid: Sequence[str]) -> None:
