@@ -114,6 +114,22 @@ def test_a_scale_changes_sections_of_a_contender_too():
         ({"evaluate": {1024: {}}}, "the name 1024 in evaluate of tiny.yaml is not text"),
         ({"base": {"model": "decoder"}}, "model in base of tiny.yaml is 'decoder', but must be a mapping"),
         (
+            {"contenders": {"a, b": {}}},
+            "the name 'a, b' in contenders of tiny.yaml has a comma, which separates the names of --only",
+        ),
+        (
+            {"base": {"train": {"seed": 7}}},
+            "base of tiny.yaml sets train.seed, but must not: `seeds` or `sweep` sets it",
+        ),
+        (
+            {"base": {"train": {"lr": 0.5}}, "sweep": {"train.lr": [0.1]}},
+            "base of tiny.yaml sets train.lr, but must not",
+        ),
+        (
+            {"scales": {"full": {"train.lr": 0.5, "sweep": {"train.lr": [0.1]}}}},
+            "full in scales of tiny.yaml sets train.lr, but must not",
+        ),
+        (
             {"contenders": {"a": {"train.seed": 7}}},
             "a in contenders of tiny.yaml sets train.seed, but must not: `seeds` or `sweep` sets it",
         ),

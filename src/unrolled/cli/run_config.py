@@ -163,9 +163,9 @@ def read(path: Path | None, overrides: Sequence[str], data_dir: Path | None = No
                 raise ValueError(f"override {override!r} sets a part of {section}, which is {target!r}")
         target[last] = _value(value, f"override {override!r}")
     if data_dir is not None:
-        section = values.get("data") or {}
-        if isinstance(section, dict):  # else `check` says what is wrong
-            values["data"] = {**section, "data_dir": str(data_dir)}
+        options = values.get("data") or {}
+        if isinstance(options, dict):  # else `check` says what is wrong
+            values["data"] = options | {"data_dir": str(data_dir)}
     return values
 
 

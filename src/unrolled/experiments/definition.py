@@ -182,6 +182,10 @@ def made_of(values: Mapping[str, Any], source: Path) -> Experiment:
     for part in ("contenders", "scales", "evaluate", "budget"):
         if wrong := [name for name in values.get(part, {}) if not isinstance(name, str)]:
             raise ValueError(f"the name {wrong[0]!r} in {part} of {source} is not text: put it in quotes")
+    if wrong := [name for name in values["contenders"] if "," in name]:
+        raise ValueError(
+            f"the name {wrong[0]!r} in contenders of {source} has a comma, which separates the names of --only"
+        )
     for section, settings in values["base"].items():
         if not isinstance(settings, dict):
             raise ValueError(f"{section} in base of {source} is {settings!r}, but must be a mapping")
@@ -201,16 +205,13 @@ def made_of(values: Mapping[str, Any], source: Path) -> Experiment:
     _check_varied(str(source), given)
     for name, settings in given["scales"].items():
         _check_varied(f"{name} in scales of {source}", settings)
-    swept = {
-        *given.get("sweep", {}),
-        *(x for scale in given["scales"].values() for x in scale.get("sweep", {})),
-    }
+    everywhere = set(given.get("sweep", {}))
+    of_scales = {name: everywhere | set(x.get("sweep", {})) for name, x in given["scales"].items()}
+    _check_free("base", source, given["base"], everywhere)
+    for name, settings in given["scales"].items():
+        _check_free(f"{name} in scales", source, settings, of_scales[name])
     for name, settings in given["contenders"].items():
-        own = {*settings, *(f"{x}.{y}" for x, of in settings.items() if isinstance(of, dict) for y in of)}
-        if twice := sorted(own & {SEED, *swept}):
-            raise ValueError(
-                f"{name} in contenders of {source} sets {twice[0]}, but must not: `seeds` or `sweep` sets it"
-            )
+        _check_free(f"{name} in contenders", source, settings, everywhere.union(*of_scales.values()))
     for name in ("expect", "seeds"):
         if name in given:
             given[name] = tuple(given[name])
@@ -220,6 +221,13 @@ def made_of(values: Mapping[str, Any], source: Path) -> Experiment:
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
     return experiment
+
+
+def _check_free(what: str, source: Path, settings: Mapping[str, Any], swept: set[str]) -> None:
+    """Raise ValueError if settings have the seed, or what is swept."""
+    own = {*settings, *(f"{x}.{y}" for x, of in settings.items() if isinstance(of, dict) for y in of)}
+    if twice := sorted(own & {SEED, *swept}):
+        raise ValueError(f"{what} of {source} sets {twice[0]}, but must not: `seeds` or `sweep` sets it")
 
 
 def _check_varied(what: str, given: Mapping[str, Any]) -> None:
