@@ -235,6 +235,10 @@ def test_a_run_is_known_by_its_settings_its_data_and_its_evaluations(tiny: Path)
         figures.write_text(json.dumps(json.loads(before) | {key: "another"}))
         assert f"a run with another {name} than" in error("reproduce", tiny, "--out", tiny.parent / "out")
 
+    for damaged in ("", '{"loss": 1}'):
+        figures.write_text(damaged)
+        assert f"{figures} is damaged: remove it" in error("reproduce", tiny, "--out", tiny.parent / "out")
+
 
 def test_runs_that_come_with_the_library_are_taken_over(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reproduce(tiny, "--only", "wide", "--scale", "full")

@@ -86,14 +86,9 @@ def test_a_run_repeated_is_recognised(trained, tmp_path):
     assert events[-1] == "resume"
     after = everything(folder)
     assert all(after[name] == before[name] for name in ("model.safetensors", "vocabulary.json"))
-    printed = error(
-        "train",
-        "--config",
-        folder / "run.yaml",
-        "data.val_fraction=0.3" if "text" in str(trained) else "data.order=consecutive",
-        f"run_dir={folder}",
-    )
-    assert "cannot be resumed: data.first_batch was" in printed
+    option, value = ("val_fraction", 0.3) if "text" in str(trained) else ("order", "consecutive")
+    printed = error("train", "--config", folder / "run.yaml", f"data.{option}={value}", f"run_dir={folder}")
+    assert f"cannot be resumed: data.options.{option} was" in printed
 
 
 def test_text_is_generated(trained):

@@ -115,7 +115,7 @@ def test_a_scale_changes_sections_of_a_contender_too():
         ({"base": {"model": "decoder"}}, "model in base of tiny.yaml is 'decoder', but must be a mapping"),
         (
             {"contenders": {"a, b": {}}},
-            "the name 'a, b' in contenders of tiny.yaml has a comma, which separates the names of --only",
+            "the name 'a, b' in contenders of tiny.yaml has a comma, which separates names in --only",
         ),
         (
             {"base": {"train": {"seed": 7}}},

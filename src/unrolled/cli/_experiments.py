@@ -50,7 +50,7 @@ def ended(
     experiment.
 
     Raises:
-        ValueError: a run in the folder has other settings or evaluations.
+        ValueError: a run in the folder has other settings or evaluations, or its figures are damaged.
     """
     found: dict[Path, Figures] = {}
     results = Results(experiment, found)
@@ -62,7 +62,7 @@ def ended(
                 if trial.folder in found:
                     continue
                 if _has_ended(folder, trial):
-                    figures = read_object(folder / trial.folder / FIGURES)
+                    figures = _read(folder / trial.folder / FIGURES)
                     if "settings" in figures and not _fits(experiment, trial, figures):
                         run = run_config.resolve(_values(experiment, trial, folder, data_dir))
                         _check_same(experiment, run, figures)
@@ -70,6 +70,14 @@ def ended(
                 elif other is not None and _fits(experiment, trial, other):
                     found[trial.folder] = other
     return results
+
+
+def _read(file: Path) -> Figures:
+    """Read the figures of a run that has ended."""
+    figures = read_object(file)
+    if not {"loss", "evaluations", "curve", "batch"} <= figures.keys():
+        raise ValueError(f"{file} is damaged: remove it, and repeat the command")
+    return figures
 
 
 def count(folder: Path) -> int:

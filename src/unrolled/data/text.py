@@ -208,7 +208,7 @@ class TextDataset(BaseDataset):
         if self.vocab_size not in (None, vocab_size):
             raise ValueError(
                 f"vocab_size is {self.vocab_size}, but {self.path} has {vocab_size} {TOKENS[self.level]}: "
-                "leave it out, or choose level='bpe'"
+                "leave it out, or choose level='bpe' (in the settings of a saved run: the text has changed)"
             )
         self.vocab_size = vocab_size
 

@@ -184,7 +184,7 @@ def made_of(values: Mapping[str, Any], source: Path) -> Experiment:
             raise ValueError(f"the name {wrong[0]!r} in {part} of {source} is not text: put it in quotes")
     if wrong := [name for name in values["contenders"] if "," in name]:
         raise ValueError(
-            f"the name {wrong[0]!r} in contenders of {source} has a comma, which separates the names of --only"
+            f"the name {wrong[0]!r} in contenders of {source} has a comma, which separates names in --only"
         )
     for section, settings in values["base"].items():
         if not isinstance(settings, dict):

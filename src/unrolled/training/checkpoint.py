@@ -37,6 +37,8 @@ from unrolled.training.spread import Spread, local, part_of
 FILE = "last.safetensors"
 JSON_KEY = "unrolled.training"
 START_OVER = "(to start over, add --fresh; in Python, resume=False)"
+CHECKSUMS = ("data.first_batch", "data.first_eval_batch", "data.ids_checksum")
+"""What stands for the data in the description of a run."""
 
 
 @dataclass
@@ -314,12 +316,16 @@ def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
 def _check_identity(path: Path, found: object, expected: object, free: frozenset[str]) -> None:
     # A setting that did not exist yet when the checkpoint was written counts as its default.
     before, now = flatten({"train": asdict(TrainConfig())}) | flatten(found), flatten(expected)
-    for name in sorted((before.keys() | now.keys()) - free):
-        if before.get(name) != now.get(name):
+    names = sorted((before.keys() | now.keys()) - free)
+    changed = [name for name in names if before.get(name) != now.get(name)]
+    for name in changed:
+        if name not in CHECKSUMS:  # a changed setting often changes these too
             raise ValueError(
                 f"{path} cannot be resumed: {name} was {before.get(name)!r} and is now {now.get(name)!r} "
                 f"{START_OVER}"
             )
+    if changed:
+        raise ValueError(f"{path} cannot be resumed: the data have changed {START_OVER}")
 
 
 def flatten(value: object) -> dict[str, object]:
