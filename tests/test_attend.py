@@ -153,6 +153,7 @@ def test_a_story_of_ones_own_comes_from_options_or_a_file(stories, tmp_path, mon
     assert "the words robert are not among" in error("attend", folder, "--text", "Robert", "--text", "John?")
     assert "must have at least 2: sentences" in error("attend", folder, "--text", "John?")
     assert "--example is 2, but must be at most 1" in error("attend", folder, "--example", 2)
+    assert "--example is for a picture without" in error("attend", folder, "--text", "John?", "--example", 0)
 
 
 def test_the_heads_of_a_turing_machine_are_drawn(tmp_path, monkeypatch):
@@ -172,6 +173,7 @@ def test_the_heads_of_a_turing_machine_are_drawn(tmp_path, monkeypatch):
     np.testing.assert_allclose(panels["read head"], trace.read[0, :, 0].detach().numpy(), rtol=1e-5)
     np.testing.assert_allclose(panels["write head"], trace.write[0, :, 0].detach().numpy(), rtol=1e-5)
     assert "does not read text" in error("attend", folder, "--text", "word")
+    assert "--beam-size is for a translation model" in error("attend", folder, "--beam-size", 2)
 
 
 def test_a_translation_is_printed_and_drawn(tmp_path, monkeypatch):
@@ -182,6 +184,7 @@ def test_a_translation_is_printed_and_drawn(tmp_path, monkeypatch):
     assert is_png(out)
     assert "--text is missing" in error("attend", tmp_path)
     assert "--text is empty" in error("attend", tmp_path, "--text", " ")
+    assert "--example is for a memory network" in error("attend", tmp_path, "--example", 1)
 
 
 def test_a_transformer_is_drawn_as_it_attends(monkeypatch):

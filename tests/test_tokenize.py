@@ -224,6 +224,8 @@ def test_a_mixture_is_planned_and_trained(corpus, tmp_path):
         (["{x}/a.txt", "--shard-tokens", "0"], "--shard-tokens is 0, but must be from 1"),
         (["{x}/a.txt", "--val-fraction", "1"], "--val-fraction is 1.0, but must be above 0 and below 1"),
         (["{x}/a.txt", "--separator", ""], "--separator is empty"),
+        (["{x}/a.jsonl", "--separator", "x"], "--separator is for text, but no file is one"),
+        (["{x}/a.txt", "--field", "body"], "--field is for .jsonl and .parquet, but all files are text"),
         (["{x}/empty.txt"], "the files have no text"),
         (["{x}/binary.txt"], "binary.txt is not text in UTF-8"),
         (["{x}/a.jsonl", "--field", "body"], "line 1 has no field 'body'; its fields are 'id', 'text'"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unrolled.cli._options import DataDir, Force
+from unrolled.cli._options import DataDir, Force, refuse
 from unrolled.cli._output import check_picture, require_matplotlib, software
 
 if TYPE_CHECKING:
@@ -26,14 +26,18 @@ def attend(
             help="A sentence to translate, or a line of a story that ends with the question; repeatable."
         ),
     ] = None,
-    file: Annotated[
-        Path | None, typer.Option(help="File with the texts, one per line, in place of --text.")
-    ] = None,
+    file: Annotated[Path | None, typer.Option(help="File with more such texts, one per line.")] = None,
     example: Annotated[
-        int, typer.Option(min=0, help="Without --text: which test question or validation example, from 0.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            min=0,
+            help="Without a text: which test question or validation example, from 0, which is the default.",
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option(help="File of the picture.")] = Path("attention.png"),
-    beam_size: Annotated[int, typer.Option(min=1, help="Beam size of the translation.")] = 4,
+    beam_size: Annotated[
+        int | None, typer.Option(min=1, help="Beam size of the translation; by default 4.")
+    ] = None,
     data_dir: DataDir = None,
     force: Force = False,
 ) -> None:
@@ -74,18 +78,27 @@ def attend(
 
 
 def _figure(
-    model: Any, run_dir: Path, lines: list[str], example: int, beam_size: int, data_dir: Path | None
+    model: Any,
+    run_dir: Path,
+    lines: list[str],
+    example: int | None,
+    beam_size: int | None,
+    data_dir: Path | None,
 ) -> "Figure":
     from unrolled.models import MemN2N, MemNN
 
+    if hasattr(model, "attend") and not isinstance(model, MemN2N | MemNN):
+        refuse({"--example": example}, "a memory network or a Neural Turing Machine")
+        return _translations(model, run_dir, lines, 4 if beam_size is None else beam_size)
+    refuse({"--beam-size": beam_size}, "a translation model")
     if isinstance(model, MemN2N | MemNN):
-        return _story(model, run_dir, lines, example, data_dir)
+        if lines:
+            refuse({"--example": example}, "a picture without a text")
+        return _story(model, run_dir, lines, example or 0, data_dir)
     if hasattr(model, "trace"):
         if lines:
             raise ValueError(f"{run_dir} holds a model that does not read text; use --example")
-        return _trace(model, run_dir, example, data_dir)
-    if hasattr(model, "attend"):
-        return _translations(model, run_dir, lines, beam_size)
+        return _trace(model, run_dir, example or 0, data_dir)
     raise ValueError(
         f"{run_dir} holds a model of the kind {model.model_name!r}, whose attention cannot be drawn; "
         "use a translation model, a memory network or a Neural Turing Machine"

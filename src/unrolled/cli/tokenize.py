@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unrolled.cli._options import Force
+from unrolled.cli._options import Force, refuse
 
 if TYPE_CHECKING:
     from unrolled.data import CorpusIndex
@@ -29,7 +29,9 @@ def tokenize(
     sample: Annotated[
         int | None, typer.Option(help="Characters to learn byte pairs from; by default 200,000,000.")
     ] = None,
-    field: Annotated[str, typer.Option(help="Field of .jsonl and .parquet with the text.")] = "text",
+    field: Annotated[
+        str | None, typer.Option(help="Field of .jsonl and .parquet with the text; by default text.")
+    ] = None,
     separator: Annotated[
         str | None,
         typer.Option(
@@ -71,12 +73,18 @@ def tokenize(
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     from unrolled.data import Documents, Tokenizing, is_corpus
+    from unrolled.data._corpus.documents import file_format
     from unrolled.folders import check_folder
 
     learned = tokenizer in LEARNED
     _check(tokenizer, vocab_size=vocab_size, sample=sample, end=end)
     _check_numbers(jobs=jobs, shard_tokens=shard_tokens, val_fraction=val_fraction)
     _check_files(files, [] if learned else [Path(tokenizer)])
+    formats = {file_format(file) for file in files}
+    if "text" not in formats:
+        refuse({"--separator": separator}, "text, but no file is one")
+    if formats == {"text"}:
+        refuse({"--field": field}, ".jsonl and .parquet, but all files are text")
     if separator is not None:
         separator = separator.replace("\\n", "\n").replace("\\t", "\t")
         if not separator:
@@ -84,7 +92,7 @@ def tokenize(
     check_folder(out, "a corpus of unrolled tokenize", lambda: is_corpus(out), force=force)
     out.mkdir(parents=True, exist_ok=True)
     tokenizing = Tokenizing(
-        documents=Documents(files, separator, field),
+        documents=Documents(files, separator, "text" if field is None else field),
         tokenizer=tokenizer,
         vocab_size=8_000 if vocab_size is None else vocab_size,
         sample=200_000_000 if sample is None else sample,
