@@ -1,5 +1,6 @@
 import json
 import math
+import signal
 import sys
 
 import pytest
@@ -192,6 +193,16 @@ def test_a_run_that_has_ended_says_so(tmp_path, capfd):
     assert "already" not in capfd.readouterr().err
     train(StandIn(), Cycles(), config(steps=2), tmp_path)
     assert "The run already ended, after step 2." in capfd.readouterr().err
+
+
+def test_a_signal_after_the_last_evaluation_stops_nothing(tmp_path, capfd):
+    def last(line):
+        if (line["event"], line["step"]) == ("eval", 2):
+            signal.raise_signal(signal.SIGINT)
+
+    result = train(StandIn(), Cycles(), config(steps=2), tmp_path, on_line=last)
+    assert (result.steps, result.signal) == (2, None)
+    assert "Stopped" not in capfd.readouterr().err
 
 
 def test_tensorboard_is_an_extra(tmp_path, monkeypatch):

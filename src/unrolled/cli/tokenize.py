@@ -73,26 +73,25 @@ def tokenize(
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     from unrolled.data import Documents, Tokenizing, is_corpus
-    from unrolled.data._corpus.documents import file_format
     from unrolled.folders import check_folder
 
     learned = tokenizer in LEARNED
     _check(tokenizer, vocab_size=vocab_size, sample=sample, end=end)
     _check_numbers(jobs=jobs, shard_tokens=shard_tokens, val_fraction=val_fraction)
     _check_files(files, [] if learned else [Path(tokenizer)])
-    formats = {file_format(file) for file in files}
-    if "text" not in formats:
-        refuse({"--separator": separator}, "text, but no file is one")
-    if formats == {"text"}:
-        refuse({"--field": field}, ".jsonl and .parquet, but all files are text")
     if separator is not None:
         separator = separator.replace("\\n", "\n").replace("\\t", "\t")
         if not separator:
             raise ValueError("--separator is empty, but must be a text that stands between documents")
+    documents = Documents(files, separator, "text" if field is None else field)
+    if "text" not in documents.formats:
+        refuse({"--separator": separator}, "text, but no file is one")
+    if documents.formats == {"text"}:
+        refuse({"--field": field}, ".jsonl and .parquet, but all files are text")
     check_folder(out, "a corpus of unrolled tokenize", lambda: is_corpus(out), force=force)
     out.mkdir(parents=True, exist_ok=True)
     tokenizing = Tokenizing(
-        documents=Documents(files, separator, "text" if field is None else field),
+        documents=documents,
         tokenizer=tokenizer,
         vocab_size=8_000 if vocab_size is None else vocab_size,
         sample=200_000_000 if sample is None else sample,

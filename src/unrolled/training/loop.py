@@ -125,7 +125,10 @@ def train(
         run.go(resumed, outdated=outdated, progress=progress, tensorboard=tensorboard, on_line=on_line)
     model.eval()
     p = state.progress
-    return TrainResult(p.best_val, p.last_val, p.step, p.seconds, interrupted.signal)
+    signal = (
+        None if run.is_complete else interrupted.signal
+    )  # a signal during the last checkpoint stops nothing
+    return TrainResult(p.best_val, p.last_val, p.step, p.seconds, signal)
 
 
 @dataclass
@@ -194,8 +197,14 @@ class _Run:
                     self._save_checkpoint()
             self._evaluate_if_due(log)  # if the time ran out after the evaluation of the last step was due
             self._save_checkpoint()
-            if self.interrupted.is_set() and first:
+            if self.interrupted.is_set() and first and not self.is_complete:
                 bar.console.print(f"Stopped after step {p.step}. Repeat the command to resume.")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run has ended and was evaluated after its last step; a signal then stops nothing."""
+        p = self.state.progress
+        return self.config.is_over(p.step, p.seconds) and p.evaluated == p.step
 
     @property
     def _done(self) -> float:

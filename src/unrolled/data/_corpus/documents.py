@@ -70,6 +70,11 @@ class Documents:
         if self.separator == "":
             raise ValueError("separator is '', but must be a text of at least one character, or None")
 
+    @property
+    def formats(self) -> set[str]:
+        """The formats of the files: "text", "jsonl" or "parquet"."""
+        return {file_format(file) for file in self.files}
+
     def pieces(
         self,
         *,
