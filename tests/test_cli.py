@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 import unrolled
 from unrolled import models
 from unrolled.cli import _options, _sentence
-from unrolled.cli.run_config import JOBS
+from unrolled.cli.run_config import JOBS, read_saved
 from unrolled.data import Vocabulary
 from unrolled.decode import plan
 from unrolled.decode.packing import Weights
 from unrolled.models import Perceiver, PerceiverConfig
-from unrolled.ops import native
+from unrolled.ops import native, processor
 
 SMALL = ["model.d_model=16", "model.n_layers=1", "model.n_heads=2"]
 SMALL += ["train.batch_size=4", "train.eval_every=10"]
@@ -111,6 +111,20 @@ def test_train_resumes_where_it_stopped(text_settings: list[str], tmp_path: Path
     assert "steps: 20" in (parts / "run.yaml").read_text()
     weights, resumed = load_file(whole / "model.safetensors"), load_file(parts / "model.safetensors")
     assert all(weights[name].equal(resumed[name]) for name in weights)
+
+
+def test_a_run_is_resumed_in_its_precision_on_another_processor(
+    text_settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["train", *text_settings, "train.schedule=constant", f"run_dir={tmp_path / 'run'}"]
+    monkeypatch.setattr(processor, "multiplies_bf16", lambda device: True)
+    works(*command, "train.steps=2")
+    monkeypatch.setattr(processor, "multiplies_bf16", lambda device: False)
+    works(*command, "train.steps=4")
+    assert read_saved(tmp_path / "run")["train"]["bf16"]
+    assert "train.bf16 was True and is now False" in error(*command, "train.steps=6", "train.bf16=false")
+    works(*command, "train.steps=6", "--fresh")
+    assert not read_saved(tmp_path / "run")["train"]["bf16"]
 
 
 def test_a_refused_checkpoint_keeps_its_settings_until_fresh_is_asked_for(

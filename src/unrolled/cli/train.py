@@ -1,7 +1,9 @@
 """`unrolled train`."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -111,7 +113,10 @@ def train(
     with joined() as processes:
         with processes.agreed():
             where = choose(device)
-            run = run_config.resolve(run_config.read(config, overrides or [], data_dir), where)
+            values = run_config.read(config, overrides or [], data_dir)
+            run = run_config.resolve(values, where)
+            if resume:
+                run = _in_its_precision(run, values)
 
             def made_before() -> bool:
                 found = contents(run.run_dir)
@@ -160,6 +165,20 @@ def train(
         result.raise_if_interrupted()
         if processes.first:
             _report_use(run)
+
+
+def _in_its_precision(run: "Run", values: Mapping[str, Any]) -> "Run":
+    """Return the run with the precision of the run that it resumes, unless `values` set `train.bf16`.
+
+    The choice of a recipe depends on the device, which may be another one now.
+    """
+    from unrolled.cli import run_config
+    from unrolled.folders import RUN_FILE
+
+    if "bf16" in (values.get("train") or {}) or not (run.run_dir / RUN_FILE).exists():
+        return run
+    saved = run_config.read_saved(run.run_dir).get("train") or {}
+    return replace(run, train=replace(run.train, bf16=saved.get("bf16", run.train.bf16)))
 
 
 def _report_loss(result: "TrainResult", run: "Run") -> None:
