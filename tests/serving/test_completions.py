@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from serving.clients import client, error, post, streamed
 from serving.fakes import FakeEngine, FakeStates, greedy, served, text_of
 
+from unrolled.data import Vocabulary
 from unrolled.decode.request import random_keys
 from unrolled.serving.protocol.completions import CompletionRequest
+from unrolled.serving.text import VocabularyText
 
 
 def test_a_text_is_continued() -> None:
@@ -106,6 +108,24 @@ def test_end_symbols_end_a_text_and_have_no_place_in_it() -> None:
     assert (choice["text"], choice["finish_reason"]) == ("one", "stop")
     [choice] = post(client(model), prompt="a", max_tokens=7, ignore_eos=True)["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("one\0two", "length")
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "finish"),
+    [("7", " 35 28 74 8", "stop"), (["5", "28 74"], " 35", "stop"), ("4", " 35 28 74 8 7 36", "length")],
+)
+def test_a_stop_of_plain_numbers_is_whole_numbers(stop: str | list[str], text: str, finish: str) -> None:
+    numbers = VocabularyText(Vocabulary("ids"))
+    http = client(served(FakeEngine(script=[35, 28, 74, 8, 7, 36]), text=numbers))
+    [choice] = post(http, prompt="1 2", max_tokens=6, stop=stop)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (text, finish)
+
+
+@pytest.mark.parametrize(("stop", "message"), [("x", "stop: "), (" ", "stop is ' ', but must hold numbers")])
+def test_a_stop_of_plain_numbers_holds_nothing_else(stop: str, message: str) -> None:
+    http = client(served(text=VocabularyText(Vocabulary("ids"))))
+    answer = http.post("/v1/completions", json={"model": "book", "prompt": "1 2", "stop": stop})
+    assert message in error(answer, 400)["message"]
 
 
 def test_streams_have_one_chunk_for_each_block() -> None:

@@ -12,7 +12,7 @@ from unrolled.decode import plan
 from unrolled.decode.request import Sampling
 from unrolled.generation import generate
 from unrolled.interop.hf.convert import character_tokenizer, to_transformers
-from unrolled.models import Encoder, EncoderConfig, RecurrentLM
+from unrolled.models import Encoder, EncoderConfig, PerceiverAR, PerceiverARConfig, RecurrentLM
 from unrolled.models.recurrent_lm import RecurrentLMConfig
 from unrolled.ops import native
 from unrolled.serving.jobs import Drawn, EngineError, Job
@@ -159,3 +159,10 @@ def test_what_is_no_recurrence_is_refused(tmp_path):
         open_model(tmp_path / "hf")
     with pytest.raises(ValueError, match="is not a model's folder"):
         open_model(tmp_path / "nothing")
+
+
+def test_a_model_that_must_read_a_prompt_at_once_is_refused(tmp_path):
+    config = PerceiverARConfig(vocab_size=71, d_model=16, n_layers=2, n_heads=2, n_latents=4)
+    TEXT.attach(PerceiverAR(config)).save(tmp_path)
+    with pytest.raises(UnsupportedError, match="a Perceiver AR, which must read a prompt at once"):
+        open_model(tmp_path)

@@ -15,7 +15,7 @@ from unrolled.decode import Plan, load, load_model, packed_form, plan
 from unrolled.decode.packing import LAYOUT, Weights
 from unrolled.decode.saving import VERSION, Unfilled
 from unrolled.files import read_object
-from unrolled.models import Decoder
+from unrolled.models import Decoder, PerceiverAR
 from unrolled.models.saving import CONFIG_FILE, PLAN_FILE, WEIGHTS_FILE
 from unrolled.ops import native
 from unrolled.serving.engine import Engine
@@ -85,13 +85,19 @@ def open_model(
 
     Raises:
         ValueError: the folder holds no such model.
-        UnsupportedError: the model is not a recurrence, or `weights` is given and no plan can run the model.
+        UnsupportedError: the model is not a recurrence, or is a Perceiver AR; or `weights` is given and no
+            plan can run the model.
     """
     folder = Path(path)
     of_transformers = "model_type" in read_object(folder / CONFIG_FILE)
     model = _of_transformers(folder) if of_transformers else _model(folder, weights)
     if not isinstance(model, Recurrent):
         raise UnsupportedError(f"{folder} holds a model that does not predict the next token from a state")
+    if isinstance(model, PerceiverAR):
+        raise UnsupportedError(
+            f"{folder} holds a Perceiver AR, which must read a prompt at once, but a server reads it in parts: "
+            "use unrolled generate"
+        )
     runner = _runner(model, weights, deterministic)
     form = runner.plan.weights if isinstance(runner, PlanRunner) else "model"
     file = _weights_file(folder)

@@ -42,8 +42,10 @@ class Text(Protocol):
         ends: token sequences that end a text, such as `</s>`; each is a single token.
         chat_template: Jinja template; None if the model has none.
         special_tokens: special tokens by the names that chat templates use, such as `bos_token`.
+        of_numbers: whether the texts are the ids themselves, as numbers with blanks between them.
     """
 
+    of_numbers: bool
     ends: list[list[int]]
     chat_template: str | None
     special_tokens: dict[str, str]
@@ -97,6 +99,7 @@ class VocabularyText:
             raise ValueError(f"vocabulary is of the kind {vocabulary.kind!r}, but must be 'text' or 'ids'")
         self._vocabulary = vocabulary
         self._bytes = vocabulary.kind == "text" and vocabulary.characters is None
+        self.of_numbers = vocabulary.kind == "ids"
         self.ends: list[list[int]] = []
         self.special_tokens: dict[str, str] = {}
         self.chat_template = None if folder is None else _template(folder)
@@ -142,7 +145,7 @@ class TokenizerText:
             self._tokenizer = _tokenizer(folder / "tokenizer.json", None)
         else:
             self._tokenizer = _tokenizer(folder / VOCABULARY_FILE, vocabulary.text_tokenizer.to_json())
-        self._vocabulary = vocabulary
+        self._vocabulary, self.of_numbers = vocabulary, False
         self._contents = None if vocabulary is None else vocabulary.text_tokenizer.contents
         self._texts = TokenTexts(self._tokenizer)
         config = _json(folder / "tokenizer_config.json")

@@ -68,6 +68,26 @@ def check_ids(ids: list[int], vocab_size: int, param: str) -> list[int]:
     return ids
 
 
+def stops_of(text: Text, body: TextContinuation) -> tuple[list[list[int]], list[str]]:
+    """Return what ends a continuation: sequences of ids, and texts.
+
+    Raises:
+        ApiError: the vocabulary holds plain numbers, and a stop text holds something else.
+    """
+    ids = [] if body.ignore_eos else text.ends
+    if not text.of_numbers:
+        return ids, body.stops
+    numbers = []
+    for stop in body.stops:  # "7" must not end a continuation at 74
+        try:
+            numbers.append(text.encode(stop))
+        except ValueError as error:
+            raise invalid(f"stop: {error}", "stop") from None
+        if not numbers[-1]:
+            raise invalid(f"stop is {stop!r}, but must hold numbers", "stop")
+    return [*ids, *numbers], []
+
+
 @dataclass
 class Piece:
     """The news of one continuation.
@@ -99,10 +119,10 @@ class Continuing:
         runs: the jobs.
     """
 
-    def __init__(self, text: Text, runs: Runs, body: TextContinuation) -> None:
-        self.text, self.runs, self._tells_usage = text, runs, body.continuous_usage
+    def __init__(self, text: Text, runs: Runs, stops: list[str], *, tells_usage: bool) -> None:
+        self.text, self.runs, self._tells_usage = text, runs, tells_usage
         self._choices = [
-            Choice(text, before, held, body.stops, runs.asked.stops, runs.asked.keep)
+            Choice(text, before, held, stops, runs.asked.stops, runs.asked.keep)
             for before, held in zip(runs.before, runs.held, strict=True)
             for _ in range(runs.asked.n)
         ]
@@ -156,19 +176,21 @@ class Continuing:
                 )
         longest = max(map(len, prompts)) + (0 if state is None else state.length)
         limit = room(served, longest, body.limit, default, param)
+        ends, stops = stops_of(text, body)
         asked = Asked(
             state=state,
             limit=limit,
             sampling=body.sampling(),
             seed=body.seed,
             n=n,
-            stops=[] if body.ignore_eos else text.ends,
-            watch=partial(Watch, text, body.stops) if body.stops else None,
+            stops=ends,
+            watch=partial(Watch, text, stops) if stops else None,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             keep=bool(body.keep),
         )
-        return cls(text, Runs(service, served, prompts, asked, record_of(request)), body)
+        runs = Runs(service, served, prompts, asked, record_of(request))
+        return cls(text, runs, stops, tells_usage=body.continuous_usage)
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield the news of each continuation, block by block; its last piece has a finish reason.
