@@ -22,7 +22,7 @@ from unrolled.cli.run_config import JOBS, read_saved
 from unrolled.data import Vocabulary
 from unrolled.decode import plan
 from unrolled.decode.packing import Weights
-from unrolled.models import Perceiver, PerceiverConfig
+from unrolled.models import Decoder, DecoderConfig, Perceiver, PerceiverConfig
 from unrolled.ops import native, processor
 
 SMALL = ["model.d_model=16", "model.n_layers=1", "model.n_heads=2"]
@@ -250,7 +250,20 @@ def test_learned_positions_limit_the_length(text_settings: list[str], tmp_path: 
     works("train", *text_settings, "train.steps=1", learned, f"run_dir={tmp_path}")
     assert len(works("generate", tmp_path, "--prompt", "on the").stdout) == len("on the") + (32 - 6 + 1) + 1
     message = error("generate", tmp_path, "--prompt", "on the", "--tokens", 28)
-    assert "--tokens 28 is too many: the model has 32 learned positions, which leave 27" in message
+    assert "--tokens 28 is too many: the model has 32 positions, which leave 27" in message
+
+
+@pytest.mark.parametrize("weights", [[], pytest.param(["--weights", "fp32"], marks=needs_kernels)])
+def test_so_do_layers_that_are_made_for_a_length(weights: list[str], tmp_path: Path) -> None:
+    linear = {"feature_map": "cosformer", "feature_map_options": {"max_length": 20}}
+    small = {"d_model": 16, "n_layers": 1, "n_heads": 2, "positions": "none"}
+    model = Decoder(DecoderConfig(30, **small, attention_options={"linear": linear}))
+    Vocabulary(kind="ids").attach(model).save(tmp_path)
+    command = ["generate", tmp_path, "--prompt", "1 2 3", *weights]
+    assert len(works(*command).stdout.split()) == 22  # the last one is generated, but not read
+    message = error(*command, "--tokens", 20)
+    assert "--tokens 20 is too many: the model has 21 positions, which leave 19" in message
+    assert "rotary" not in message
 
 
 def test_list_shows_every_mechanism() -> None:

@@ -97,5 +97,9 @@ def test_a_plan_by_a_sample_is_closer_to_its_model():
         plan(model, "int8", sample=tokens)
     with pytest.raises(ValueError, match="ids from 99 to 99"):
         plan(model, "int4", sample=torch.full((1, 2), 99))
+    with pytest.raises(ValueError, match="sample is a list, but must be a tensor"):
+        plan(model, "int4", sample=[[1, 2]])
+    with pytest.raises(ValueError, match="sample holds ids from 99 to 99, but they must be in"):
+        plan(model, "int4", sample=torch.full((1, 2), 99))
     with pytest.raises(ValueError, match=r"sample has shape \[1, 0\], but must have at least one token"):
         plan(model, "int4", sample=torch.empty(1, 0, dtype=torch.long))

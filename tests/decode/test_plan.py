@@ -380,7 +380,12 @@ def test_wrong_input_is_one_sentence():
         p.from_model(decoder(**MODELS["softmax"]).init_state(1))
     with pytest.raises(ValueError, match="state is a DecoderState, but must be a PlanState"):
         p.step(torch.tensor([1]), model.init_state(1))
-    with pytest.raises(ValueError, match="must be of this plan, with 2 rows"):
+    for other in (decoder(**MODELS["softmax"]), decoder(**MODELS["linear"] | {"n_layers": 1})):
+        with pytest.raises(ValueError, match=r"state has the shapes \[.*\], but must be of this plan"):
+            p.to_model(plan(other).init_state(1))
+    with pytest.raises(ValueError, match="state is a DecoderState, but must be a PlanState"):
+        p.to_model(model.init_state(1))
+    with pytest.raises(ValueError, match="state has 3 rows, but must have 2"):
         p.step(torch.tensor([1, 2]), p.init_state(3))
     with pytest.raises(
         ValueError, match=f"the input has length 15, but must have at most {LENGTH}, the positions"

@@ -54,9 +54,9 @@ def test_a_folder_of_the_wrong_kind(folders, tmp_path):
         (("generate", out, "--engine", "onnx", "--graph", "int8"), "export again with --int8"),
         (("generate", out, "--engine", "onnx", "--weights", "int8"), "--weights is for --engine torch"),
         (("generate", out, "--engine", "onnx", "--device", "cuda"), "runs on the CPU"),
-        (("generate", out, "--engine", "onnx", "--tokens", 40), "30 learned positions"),
+        (("generate", out, "--engine", "onnx", "--tokens", 40), "the model has 30 positions"),
         (("generate", out, "--engine", "onnx", "--prompt", "a" * 31), "--prompt has 31 tokens, too many"),
-        (("generate", run_dir, "--prompt", "a" * 31), "too many for the 30 learned positions of the model"),
+        (("generate", run_dir, "--prompt", "a" * 31), "too many for the 30 positions of the model"),
         (("export", out, tmp_path / "x"), "is not a model's folder"),
         (("export", run_dir, tmp_path / "x", "--opset", 3), "must be from 20 to 25"),
     ):

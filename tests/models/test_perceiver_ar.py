@@ -123,6 +123,19 @@ def test_padding_anywhere_leaves_each_row_as_if_alone(attention, positions):
     assert state.position.tolist() == [14, 8, 10, 4]
 
 
+def test_a_call_with_nothing_but_padding_begins_no_row():
+    model = perceiver()
+    ids, nothing = tokens_of(2, 12), torch.ones(2, 3, dtype=torch.bool)
+    expected, _ = model.prefill(ids, model.init_state(2))
+    _, state = model.prefill(ids[:, :3], model.init_state(2), key_padding_mask=nothing)
+    found, _ = model.prefill(ids, state)
+    assert_same(found, expected)
+    nothing[0] = False
+    _, state = model.prefill(ids[:, :3], model.init_state(2), key_padding_mask=nothing)
+    with pytest.raises(ValueError, match="state has read no token in row 1, but some in others"):
+        model.prefill(ids, state)
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_loss_is_that_of_the_last_positions(padded):
     model = perceiver()

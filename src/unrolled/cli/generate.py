@@ -188,22 +188,32 @@ def _load_run(folder: Path, device: str | None, weights: Weights | None) -> Any:
 
 
 def _room(model: Any, prompt: list[int], tokens: int | None) -> int:
-    """Return the number of tokens to generate; reject more than the model has learned positions for."""
-    if model.config.n_positions is None:
+    """Return the number of tokens to generate; reject more than the model has positions for."""
+    from torch import nn
+
+    from unrolled.decode import Plan
+    from unrolled.models.limits import n_positions
+
+    if isinstance(model, Plan):
+        positions = model.n_positions
+    else:
+        positions = n_positions(model) if isinstance(model, nn.Module) else model.config.n_positions
+    if positions is None:
         return DEFAULT_TOKENS if tokens is None else tokens
     read = len(prompt) + int(model.config.start_token)
-    room = int(model.config.n_positions) - read + 1  # the last token is generated, but not read
+    room = positions - read + 1  # the last token is generated, but not read
+    learned = model.config.n_positions is not None
+    hint = "; a model trained with model.positions=rotary has no limit" if learned else ""
     if room < 1:
         raise ValueError(
-            f"--prompt has {len(prompt)} tokens, too many for the {model.config.n_positions} learned "
-            "positions of the model; a model trained with model.positions=rotary has no limit"
+            f"--prompt has {len(prompt)} tokens, too many for the {positions} positions of the model{hint}"
         )
     if tokens is None:
         return min(DEFAULT_TOKENS, room)
     if tokens > room:
         raise ValueError(
-            f"--tokens {tokens} is too many: the model has {model.config.n_positions} learned positions, "
-            f"which leave {room} after this prompt; a model trained with model.positions=rotary has no limit"
+            f"--tokens {tokens} is too many: the model has {positions} positions, which leave {room} after "
+            f"this prompt{hint}"
         )
     return tokens
 

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from unrolled.decode.packing import GROUP, Rounding, fitted, in_steps
 from unrolled.models import Decoder
+from unrolled.models.checks import check_ids
 from unrolled.models.mode import drawing_mode
 from unrolled.ops.checks import shape
 
@@ -30,6 +31,7 @@ def roundings(model: Decoder, tokens: Tensor) -> dict[str, Rounding]:
 
 def second_moments(model: Decoder, tokens: Tensor) -> dict[str, Tensor]:
     """Return H = X^T X / n of the inputs X `[n, in]` of all linear layers while the model reads `[B, T]`."""
+    check_ids("sample", tokens, model.n_ids, model.embedding.weight)
     if not tokens.numel():
         raise ValueError(f"sample has shape {shape(tokens)}, but must have at least one token")
     found: dict[str, Tensor] = {}

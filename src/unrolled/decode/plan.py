@@ -197,7 +197,12 @@ class Plan:
         return after
 
     def to_model(self, state: PlanState) -> DecoderState:
-        """Return the state of the model that continues from a state of this plan."""
+        """Return the state of the model that continues from a state of this plan.
+
+        Raises:
+            ValueError: it is not a state of this plan.
+        """
+        self._check_state(state)
         return states.to_model(self._program.slots, state, self._empty)
 
     def _fits(self, state: DecoderState) -> bool:
@@ -211,6 +216,12 @@ class Plan:
         )
 
     # ---- reading in place
+
+    @property
+    def n_positions(self) -> int | None:
+        """Maximum number of tokens of a sequence; None for any number."""
+        most = self._program.most_positions
+        return most if most < MOST_POSITIONS else None
 
     def positions_left(self, state: PlanState) -> int:
         """How many more tokens every row may read."""
@@ -334,14 +345,20 @@ class Plan:
 
     def _check(self, name: str, tokens: Tensor, state: PlanState, axes: str) -> None:
         refuse("a plan")
+        self._check_state(state)
+        check_ids(name, tokens, self.config.vocab_size + self.config.start_token, state.fixed, axes)
+        if (found := len(state.position)) != (rows := tokens.shape[0]):
+            raise ValueError(f"state has {found} rows, but must have {rows}, as {name} has")
+
+    def _check_state(self, state: PlanState) -> None:
+        """Raise ValueError unless it is a state of this plan."""
         if not isinstance(state, PlanState):
             raise ValueError(f"state is a {type(state).__name__}, but must be a PlanState, from this plan")
-        check_ids(name, tokens, self.config.vocab_size + self.config.start_token, state.fixed, axes)
         position, fixed, cache = (x.shape for x in state)
-        B, p = tokens.shape[0], self._program
+        B, p = len(state.position), self._program
         if position != (B,) or fixed != (B, p.state_size) or (cache[0], *cache[2:]) != (B, sum(p.cache)):
             found = [list(position), list(fixed), list(cache)]
-            raise ValueError(f"state has the shapes {found}, but must be of this plan, with {B} rows")
+            raise ValueError(f"state has the shapes {found}, but must be of this plan")
         types = [x.dtype for x in state]
         if types != STATE_TYPES or state.cache.shape[1] % KEY_BLOCK:
             raise ValueError(

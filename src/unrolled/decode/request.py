@@ -167,7 +167,7 @@ def _prompts(prompt_ids: Prompts, vocab_size: int, start: int | None) -> list[Te
         if isinstance(given, str) or not isinstance(given, Tensor | Sequence):
             raise wrong(name, repr(given), "a sequence of token ids")
         prompt = on_cpu(name, given)
-        if prompt.dim() != 1 or prompt.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
+        if prompt.dim() != 1 or prompt.is_floating_point() or prompt.dtype == torch.bool:
             raise wrong(name, prompt, "whole numbers [T]")
         prompt = prompt.long()
         if start is not None and (not len(prompt) or prompt[0] != start):

@@ -52,8 +52,7 @@ def generate(
     or parts from outside this library, or runs under autocast.
 
     Args:
-        model: a `Decoder`, or anything with `init_state`, `prefill`, `step` and `config.vocab_size`; or a
-            plan.
+        model: a `Decoder`, or any other `unrolled.contract.Recurrent`; or a plan.
         prompt_ids: token ids [B, T], or B sequences of token ids of any lengths. A model with a start symbol
             (`config.start_token`) reads it before every prompt that does not begin with it, so a prompt
             may be empty; other models need at least one token.

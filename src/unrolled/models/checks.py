@@ -75,11 +75,18 @@ def check_parts(name: str, parts: object, count: int) -> None:
         raise ValueError(f"{name} is {found}, but must be a tuple of {count}, one per layer")
 
 
-def check_targets(targets: Tensor, expected: Sequence[int], levels: int) -> None:
-    """Raise ValueError unless `targets` is long, of that shape and, on a CPU, in [0, levels) or ignored."""
+def check_targets(
+    targets: Tensor, expected: Sequence[int], levels: int, padding: Tensor | None = None
+) -> None:
+    """Raise ValueError unless `targets` is long, of that shape and, on a CPU, in [0, levels) or ignored.
+
+    Targets at `padding`, a mask of the same shape, are ignored too.
+    """
     check_tensor("targets", targets)
     if targets.dtype != torch.long or targets.shape != torch.Size(expected):
         raise wrong("targets", targets, f"torch.long {list(expected)}")
+    if padding is not None:
+        targets = targets.masked_fill(padding, IGNORED)
     if may_read(targets) and (asked := targets[targets != IGNORED]).numel():
         low, high = (int(x) for x in asked.aminmax())
         if low < 0 or high >= levels:

@@ -55,7 +55,7 @@ class Head(Layer):
 
     def loss(self, hidden: Tensor, targets: Tensor, padding: Tensor | None = None) -> Tensor:
         """Mean -log p(target) in nats of `targets` [...]; -100 and those at `padding` [...] are ignored."""
-        check_targets(targets, hidden.shape[:-1], self.levels)
+        check_targets(targets, hidden.shape[:-1], self.levels, padding)
         if padding is not None:
             targets = targets.masked_fill(padding, IGNORED)
         return self.mean_loss(hidden, targets)

@@ -34,7 +34,7 @@ from unrolled.models.checks import check_ids, check_targets
 from unrolled.models.config import Mechanisms, TransformerConfig
 from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
 from unrolled.models.language_model import TokenMasks
-from unrolled.ops.checks import check_key_padding_mask
+from unrolled.ops.checks import check_key_padding_mask, may_read
 from unrolled.ops.sequence import refuse
 from unrolled.ops.softmax import KVCache, softmax_attention, softmax_prefill
 from unrolled.ops.state_checks import check_state
@@ -136,9 +136,10 @@ class PerceiverAR(Decoder):
             ValueError: as `forward`; targets of another shape or outside the vocabulary.
         """
         check_ids("inputs", inputs, self.n_ids, self.embedding.weight)
-        check_targets(targets, inputs.shape, self.config.vocab_size)
         hidden = self._latents(inputs, **reading)
-        if (padding := reading.get("key_padding_mask")) is not None:
+        padding = reading.get("key_padding_mask")
+        check_targets(targets, inputs.shape, self.config.vocab_size, padding)
+        if padding is not None:
             targets = targets.masked_fill(padding, IGNORED).gather(1, _order(padding))
         return self.head.loss(hidden, targets[:, targets.shape[1] - hidden.shape[1] :])
 
@@ -164,7 +165,8 @@ class PerceiverAR(Decoder):
     ) -> tuple[Tensor, DecoderState]:
         """Read several tokens [B, T] in parallel, after those that `state` has read.
 
-        With a `key_padding_mask` [B, T], rows may have different numbers of tokens, aligned at the right.
+        With a `key_padding_mask` [B, T], rows may have different numbers of tokens, aligned at the right. The
+        first tokens of all rows must be read in one call.
 
         Returns:
             logits [B, n, vocab_size] and the new state, where n is min(n_latents, T) in the first call, whose
@@ -172,7 +174,8 @@ class PerceiverAR(Decoder):
             these logits.
 
         Raises:
-            ValueError, UnsupportedError: as `LanguageModel.prefill`.
+            ValueError: as `LanguageModel.prefill`; on a CPU, some rows have read tokens, and others have not.
+            UnsupportedError: as `LanguageModel.prefill`.
         """
         return super().prefill(
             tokens, state, key_padding_mask=key_padding_mask, logits_to_keep=logits_to_keep
@@ -188,6 +191,8 @@ class PerceiverAR(Decoder):
         check_state(reader, inputs, tokens.shape[0], reader.out_proj.weight)
         assert isinstance(inputs, KVCache)  # as just checked
         begun = inputs.past_k.shape[2] + inputs.recent_k.shape[2] > 0
+        if begun and may_read(state.position):
+            begun = _have_begun(state.position)
         n = T if begun else min(self.config.n_latents, T)
         x = self.positions(self.embedding(tokens), start=state.position, key_padding_mask=key_padding_mask)
         z, inputs = self._reader.prefill_last(self.dropout(x), n, inputs, key_padding_mask)
@@ -285,6 +290,22 @@ class ReadingAttention(SoftmaxAttention):
         if self.rotary:
             q, k = self.rotate(q, positions[:, start:]), self.rotate(k, positions)
         return q, k, v
+
+
+def _have_begun(position: Tensor) -> bool:
+    """Whether rows have read tokens: all of them, or none.
+
+    Raises:
+        ValueError: some have, and others have not: their first tokens would be latents without a prefix.
+    """
+    begun = position > 0
+    if not begun.all() and begun.any():
+        row = int((~begun).nonzero()[0])
+        raise ValueError(
+            f"state has read no token in row {row}, but some in others: a Perceiver AR must read the first "
+            "tokens of all rows in one call"
+        )
+    return bool(begun.any())
 
 
 def _order(key_padding_mask: Tensor) -> Tensor:

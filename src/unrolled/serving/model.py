@@ -95,8 +95,8 @@ def open_model(
         raise UnsupportedError(f"{folder} holds a model that does not predict the next token from a state")
     if isinstance(model, PerceiverAR):
         raise UnsupportedError(
-            f"{folder} holds a Perceiver AR, which must read a prompt at once, but a server reads it in parts: "
-            "use unrolled generate"
+            f"{folder} holds a Perceiver AR, which must read a prompt at once, but a server reads it in "
+            "parts: use unrolled generate"
         )
     runner = _runner(model, weights, deterministic)
     form = runner.plan.weights if isinstance(runner, PlanRunner) else "model"

@@ -10,7 +10,6 @@ from unrolled.decode import Plan, PlanState
 from unrolled.decode.batch import Batch, Drawing
 from unrolled.decode.plan import Mark
 from unrolled.ops import native
-from unrolled.serving.snapshot import MOST
 
 Wanted = Literal["none", "last", "all"]
 
@@ -106,8 +105,7 @@ class PlanRunner:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.vocab_size = plan, plan.config.vocab_size
-        left = plan.positions_left(plan.init_state(1))
-        self.n_positions = left if left < MOST else None
+        self.n_positions = plan.n_positions
 
     def rows(self, count: int) -> Batch:
         """Make `count` rows, all idle."""

@@ -26,7 +26,7 @@ class ModelRunner:
     """Runs a model, which must be in evaluation mode, on a CPU.
 
     Args:
-        model: anything with `init_state`, `prefill`, `step` and `config.vocab_size`.
+        model: the model, in evaluation mode.
     """
 
     def __init__(self, model: Recurrent) -> None:
