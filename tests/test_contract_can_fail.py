@@ -608,6 +608,15 @@ def test_a_length_that_is_fixed_with_some_common_option_alone_is_found(grouped):
         check_dynamic_length(Maker(Fixed), Fixed.supports)
 
 
+def test_a_fixed_number_of_rows_is_found():
+    class Fixed(PlainLinear):
+        def merge(self, num, den, dtype):
+            return super().merge(num + num.new_zeros(len(num), *num.shape[1:]), den, dtype)
+
+    with pytest.raises(AssertionError, match="default: torch.export with a dynamic length"):
+        check_dynamic_length(Maker(Fixed), Fixed.supports)
+
+
 def test_a_missing_verb_is_no_refusal():
     class NoStep(PlainLinear):
         supports = replace(ALL, recurrence="none")

@@ -33,8 +33,9 @@ class Supports:
         attn_mask: an arbitrary mask of query-key pairs is honoured exactly.
         global_mask: `forward` takes a mask of global tokens, which attend to all other tokens and to which
             all others attend.
-        dynamic_length: `torch.export` can export `forward` with a dynamic length of at least 8 tokens, for
-            inference and without masks, and the exported graph gives the same outputs at every length.
+        dynamic_length: `torch.export` can export `forward` for any number of rows and a dynamic length of at
+            least 8 tokens, for inference and without masks, and the exported graph gives the same outputs at
+            every length.
         weights: each output is a weighted mean of the values; if `cross` is claimed too,
             `weights(query, memory)` returns the weights.
         single_queries: the output of a query does not depend on other queries, so `read` and `recall` work

@@ -299,3 +299,14 @@ def test_the_last_queries_of_a_gated_sequence(attend):
         o, end = attend(q[:, 5 - T :], k, v, **options)
         torch.testing.assert_close(o, whole[:, 5 - T :])
         torch.testing.assert_close(end, after)
+
+
+def test_second_derivatives_are_finite_for_queries_without_a_key():
+    module = RandomFeatureAttention(16, 2, causal=True, gate=True).double()
+    x = torch.randn(
+        1, 6, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True
+    )
+    padding = torch.tensor([[True, True, False, False, False, False]])
+    (first,) = torch.autograd.grad(module(x, key_padding_mask=padding).sin().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x)
+    assert second.isfinite().all()

@@ -17,7 +17,7 @@ from unrolled.contract import UnsupportedError
 from unrolled.generation import generate
 from unrolled.interop.onnx import export, load
 from unrolled.interop.onnx import folder as folder_module
-from unrolled.interop.onnx.forms import copysign, log_sigmoid
+from unrolled.interop.onnx.forms import log_sigmoid
 from unrolled.interop.onnx.graph import Recurrence, exported
 from unrolled.interop.onnx.record import describe_file
 from unrolled.interop.onnx.speech_manifest import SpeechManifest
@@ -324,14 +324,6 @@ def test_a_fused_graph_with_another_input_length_than_the_plain_one_is_refused(t
     with pytest.raises(UnsupportedError, match="reads 1 token per call, but the plain one reads any"):
         export(make("linear"), tmp_path, fused=True)
     assert not list(tmp_path.iterdir())
-
-
-@given(st.lists(st.sampled_from([0.0, -0.0, 1.5, -2.0, 1e-30, -1e-30, torch.inf, -torch.inf])))
-def test_the_sign_of_a_number_is_that_of_torch(values):
-    x, sign = torch.linspace(-1, 1, len(values)), torch.tensor(values)
-    found = copysign(x, sign)
-    assert torch.equal(found.signbit(), sign.signbit())
-    assert torch.equal(found, x.copysign(sign))
 
 
 def test_the_logarithm_of_a_sigmoid_is_that_of_torch():

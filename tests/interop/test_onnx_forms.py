@@ -95,8 +95,7 @@ def test_forms_are_called_in_place_of_functions():
     made = dict.fromkeys(forms.portable(), lambda *arguments: "a form")
     x = torch.ones(1, 2, 1, 3)
     with forms.InPlace(made):
-        assert x.copysign(-x) == torch.copysign(x, -x) == "a form"
         assert torch.nn.functional.logsigmoid(x) == "a form"
         with pytest.raises(ValueError, match="too many values"):
             window_attention(x, x, x, window_size=(1, 0))  # which takes two results apart
-    assert torch.equal(x.copysign(-x), -x)
+    assert torch.equal(torch.nn.functional.logsigmoid(x), -x.neg().exp().log1p())

@@ -66,7 +66,7 @@ def global_positions(chosen: int | Sequence[int], n_valid: Tensor, length: int) 
     at = torch.where(at < 0, at + n_valid.unsqueeze(1), at)  # [B,g]
     beyond = at.new_full((), length)
     at = torch.where((at >= 0) & (at < n_valid.unsqueeze(1)), at, beyond)
-    marks = torch.zeros(len(n_valid), length + 1, dtype=torch.bool, device=n_valid.device)
+    marks = torch.zeros(n_valid.shape[0], length + 1, dtype=torch.bool, device=n_valid.device)
     return marks.scatter(1, at, True)[:, :length]
 
 

@@ -269,7 +269,7 @@ def _without_offset(
     elif key_padding_mask is not None:
         first = key_padding_mask.int().argmin(1, keepdim=True)
     else:
-        first = torch.zeros(len(k), 1, dtype=torch.long, device=k.device)
+        first = torch.zeros(k.shape[0], 1, dtype=torch.long, device=k.device)
     # The kernel does not depend on what is subtracted, so no gradient flows through it.
     origin = k.detach().gather(1, first[:, :, None, None].expand(-1, -1, *k.shape[2:]))
     return q - origin, k - origin

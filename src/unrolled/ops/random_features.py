@@ -182,4 +182,5 @@ def _joined(state: LinearState, q: Tensor, k: Tensor, v: Tensor) -> LinearState:
 def _divided(o: Tensor, weight: Tensor | None) -> Tensor:
     den = o[..., -1:]
     smallest = SMALLEST_DIVISOR * (torch.ones_like(den) if weight is None else weight.unsqueeze(-1))
-    return safe_divide(o[..., :-1], torch.where(den.abs() < smallest, smallest.copysign(den), den))
+    smallest = torch.where(den < 0, -smallest, smallest)  # the second derivative of copysign at 0 is NaN
+    return safe_divide(o[..., :-1], torch.where(den.abs() < smallest.abs(), smallest, den))

@@ -146,13 +146,16 @@ def check_dynamic_length(make: Maker, supports: Supports) -> None:
 
 
 def _export_error(module: Any, make: Maker, longest: int) -> str | None:
-    """Export 13 tokens for lengths from 8 to `longest`; return the error of the export, if any."""
-    length = torch.export.Dim("length", min=8, max=longest)
+    """Export 2 rows of 13 tokens, for any number of rows and lengths from 8 to `longest`.
+
+    Return the error of the export, if any.
+    """
+    shape = {0: torch.export.Dim("rows"), 1: torch.export.Dim("length", min=8, max=longest)}
     try:
-        graph = exported(module, (make.input(2, 13, grad=False),), ({1: length},))
+        graph = exported(module, (make.input(2, 13, grad=False),), (shape,))
     except Exception as error:  # torch raises many types
         return str(error).partition("\n")[0]
-    for n in (8, 33, longest):
-        x = make.input(2, n, seed=n, grad=False)
+    for rows, n in ((3, 8), (2, 33), (1, longest)):
+        x = make.input(rows, n, seed=n, grad=False)
         assert_close(graph(x), module(x), f"{n} tokens, exported with a dynamic length")
     return None

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from unrolled import attention
+from unrolled.attention.retention import log_gamma, retention_reference
 from unrolled.contract import UnsupportedError
 from unrolled.interop import hf
 from unrolled.interop.hf.linearized_attention import LinearizedAttention, padding_of
@@ -119,6 +120,28 @@ def test_linear_attention_equals_its_definition(name):
     expected = logits(model, given)
     torch.testing.assert_close(logits(ours, given), expected, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(softmax, expected, atol=1e-2)
+
+
+def test_retention_adds_no_rotation_to_that_of_the_model():
+    model, given = make("llama"), inputs("llama")
+    layer = hf.linearize(model, "retention").model.layers[0].self_attn
+    assert not layer.mechanism.rotary
+    seen = {}
+    layer.register_forward_pre_hook(lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True)
+    model(given["input_ids"][1:], use_cache=False)
+    q, k, v = layer._project(seen["hidden_states"], seen["position_embeddings"])
+    expected = retention_reference(q, k, v, log_gamma(k.shape[2]).to(q.dtype))
+    torch.testing.assert_close(layer(**seen)[0], layer.mechanism.merge_heads(expected, seen["hidden_states"]))
+
+
+def test_frozen_weights_stay_frozen():
+    model = make("gpt2").requires_grad_(False)
+    model.transformer.h[1].attn.requires_grad_(True)
+    hf.linearize(model, "linear")
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {
+        name for name, _ in model.named_parameters() if name.startswith("transformer.h.1.attn")
+    }
 
 
 def test_the_projections_are_kept_bit_for_bit():
@@ -385,6 +408,7 @@ def test_an_adapter_in_a_replaced_layer_must_be_merged_first():
 
 
 LOWER = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
+DISTANCE = torch.arange(5.0) - torch.arange(5.0)[:, None]  # as ALiBi adds it
 
 
 @pytest.mark.parametrize(
@@ -396,6 +420,8 @@ LOWER = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
         (lambda: hf.linearize(make("gpt2"), "reformer"), UnsupportedError, "reformer attention has projections of other shapes"),
         (lambda: hf.linearize(hf.linearize(make("llama"), layers=[1])), ValueError, "layer 1 was replaced before"),
         (lambda: padding_of(LOWER.triu(-1), 5, causal=True), UnsupportedError, "more than padding"),
+        (lambda: padding_of(LOWER.float().log() + DISTANCE, 5, causal=True), UnsupportedError, "adds finite numbers to the scores"),
+        (lambda: padding_of(torch.full((1, 1, 5, 5), -1e4), 5, causal=False), UnsupportedError, "adds finite numbers to the scores"),
         (lambda: padding_of(torch.ones(5), 5, causal=True), UnsupportedError, r"must be \[B, S\]"),
     ],
 )  # fmt: skip

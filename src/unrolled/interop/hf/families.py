@@ -186,17 +186,22 @@ FAMILIES: dict[str, Callable[[Foreign], AttentionParts]] = {
 
 
 def copy_projections(parts: AttentionParts, qkv_proj: nn.Linear, out_proj: nn.Linear) -> None:
-    """Copy the weights into `qkv_proj` and `out_proj`, bit for bit; a missing bias is removed there too."""
+    """Copy the weights into `qkv_proj` and `out_proj`, bit for bit.
+
+    A missing bias is removed there too. Frozen weights stay frozen.
+    """
     qkv_bias = None if parts.qkv_bias is None else torch.cat(parts.qkv_bias)
     for projection, weight, bias in (
         (qkv_proj, torch.cat(parts.qkv), qkv_bias),
         (out_proj, parts.out, parts.out_bias),
     ):
         fill(projection.weight, weight)
+        projection.weight.requires_grad_(weight.requires_grad)
         if bias is None:
             projection.register_parameter("bias", None)
         else:
             fill(projection.bias, bias)
+            projection.bias.requires_grad_(bias.requires_grad)
 
 
 def class_name(architectures: object) -> str:

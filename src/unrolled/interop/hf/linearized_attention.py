@@ -140,7 +140,7 @@ def padding_of(mask: object, length: int, *, causal: bool) -> Tensor | None:
         The padding, or None if there is none.
 
     Raises:
-        UnsupportedError: the mask hides more than padding, as with packed sequences.
+        UnsupportedError: the mask hides more than padding, as with packed sequences, or adds finite numbers.
     """
     if mask is None:
         return None
@@ -151,6 +151,11 @@ def padding_of(mask: object, length: int, *, causal: bool) -> Tensor | None:
         tokens = mask.bool()
     else:
         allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        if mask.is_floating_point() and bool((mask[allowed] != 0).any()):
+            raise UnsupportedError(
+                "attention_mask adds finite numbers to the scores, which linearized attention cannot do: use "
+                "0 for tokens, and -inf or the lowest number of the type for padding"
+            )
         tokens = allowed[:, 0, -1]
         expected = tokens[:, None, None, :].expand(-1, 1, *allowed.shape[-2:])
         if causal:
@@ -178,7 +183,7 @@ def _build(parts: AttentionParts, attention: str, options: dict[str, object]) ->
             causal=parts.causal,
             n_kv_heads=parts.n_kv_heads,
             head_dim=parts.head_dim,
-            **options,
+            **options | {"rotary": False},  # which is not the default of retention
         )
     except TypeError as error:
         raise ValueError(f"invalid options {options} for {attention} attention: {error}") from error

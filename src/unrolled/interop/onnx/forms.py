@@ -61,8 +61,6 @@ def portable() -> Forms:
         _linear._operator: _of_a_call(linear_attention),
         _window._operator: window_attention,
         _conv._operator: causal_conv,
-        torch.copysign: copysign,
-        torch.Tensor.copysign: copysign,
         torch.nn.functional.logsigmoid: log_sigmoid,
     }
 
@@ -219,11 +217,6 @@ def causal_conv(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | N
     if cu_seqlens is not None:
         raise UnsupportedError(PACKS)
     return plain.forward(x, weight, state)
-
-
-def copysign(x: Tensor, sign: Tensor) -> Tensor:
-    """Compute `torch.copysign`; the reciprocal distinguishes -0 from 0."""
-    return torch.where((sign < 0) | (sign.reciprocal() < 0), -x.abs(), x.abs())
 
 
 def log_sigmoid(x: Tensor) -> Tensor:
