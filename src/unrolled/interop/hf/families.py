@@ -74,6 +74,7 @@ class AttentionParts:
     after: nn.Module | None = None
 
 
+@torch.enable_grad()  # so that slices of frozen and of trained weights differ
 def parts_of(module: nn.Module) -> AttentionParts:
     """Return the parts of an attention module; the tensors are not copied.
 
@@ -185,6 +186,7 @@ FAMILIES: dict[str, Callable[[Foreign], AttentionParts]] = {
 """Classes of attention modules in transformers, and the functions that return their parts."""
 
 
+@torch.enable_grad()
 def copy_projections(parts: AttentionParts, qkv_proj: nn.Linear, out_proj: nn.Linear) -> None:
     """Copy the weights into `qkv_proj` and `out_proj`, bit for bit.
 
