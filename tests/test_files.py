@@ -1,5 +1,9 @@
+import json
 import random
 import re
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -81,6 +85,13 @@ def test_a_file_that_is_cut_short_missing_or_a_folder_is_refused(path):
             files.load_tensors(other)
 
 
+def test_a_shape_that_torch_cannot_hold_is_refused(path):
+    header = json.dumps({"a": {"dtype": "F32", "shape": [0, 2**63], "data_offsets": [0, 0]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(ValueError, match="has a tensor whose dtype or shape PyTorch cannot hold"):
+        files.load_tensors(path)
+
+
 @pytest.mark.parametrize(
     "content", ["löwe\n", "löwe\n".encode(), lambda path: path.write_bytes("löwe\n".encode())]
 )
@@ -102,6 +113,20 @@ def test_what_cannot_be_written_leaves_the_old_file_and_nothing_else(tmp_path):
     with pytest.raises(OSError, match=rf"No space left on device: '{re.escape(str(out))}'"):
         files.write_file(out, fill_the_disk)
     assert out.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_of_two_threads_that_write_a_file_the_last_one_wins(tmp_path):
+    out, together = tmp_path / "x.txt", threading.Barrier(2)
+
+    def write(path):
+        path.write_bytes(b"whole")
+        together.wait(timeout=30)  # until the other thread has written too
+
+    with ThreadPoolExecutor(2) as pool:
+        for end in [pool.submit(files.write_file, out, write) for _ in range(2)]:
+            end.result()
+    assert out.read_bytes() == b"whole"
     assert list(tmp_path.iterdir()) == [out]
 
 

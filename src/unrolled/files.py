@@ -5,6 +5,7 @@ import json
 import mmap
 import os
 import re
+import secrets
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +33,8 @@ def write_file(file: Path, content: str | bytes | Callable[[Path], object]) -> N
     Raises:
         OSError: the file cannot be written, as on a full disk; an existing file is unchanged.
     """
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # another process may write the same file
+    unique = secrets.token_hex(4)  # other threads, processes and machines may write the same file
+    temporary = file.with_name(f"{file.name}.{unique}.tmp")
     with system_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -200,6 +202,8 @@ def _readable(path: str | Path, read: Callable[[], T]) -> T:
         return read()
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+    except (KeyError, TypeError, RuntimeError, OverflowError) as error:  # errors of torch for odd headers
+        raise ValueError(f"{path} has a tensor whose dtype or shape PyTorch cannot hold") from error
 
 
 def _save_aligned(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:

@@ -54,6 +54,15 @@ def test_states_that_no_model_here_has_made(changes: dict[str, Any], code: str) 
     assert not states.kept
 
 
+@pytest.mark.parametrize("changes", [{"pending": 256}, {"pending": 2**40}, {"held": (256,)}])
+def test_states_that_another_program_has_stored_are_checked_too(changes: dict[str, Any]) -> None:
+    wrong, states = snapshot(**changes), FakeStates()
+    states.keep(wrong)
+    body = {"model": "book", "state": wrong.id, "prompt": "a"}
+    answer = client(states=states).post("/v1/completions", json=body)
+    assert error(answer, 400)["code"] == "damaged_state"
+
+
 def test_no_sequence_gets_longer_than_a_state_can_say() -> None:
     http, longest = client(), snapshot(length=MOST)
     assert http.put(f"/v1/states/{longest.id}", content=longest.to_bytes()).status_code == 201

@@ -91,6 +91,8 @@ class Service:
             raise invalid(f"the state {id} is damaged: {error}", "state", "damaged_state") from None
         if served is not None and found.model != served.digest:
             raise invalid(f"the state {id} is not of the model {served.name}", "state", "foreign_state")
+        if served is not None:
+            check_last(found, served)  # another program may have written to the store
         return found
 
     async def stored(self, ask: Callable[..., Result], *given: str | Snapshot | None) -> Result:
@@ -118,6 +120,20 @@ class Service:
             return await self.stored(self.states.keep, snapshot)
         except ValueError as error:
             raise invalid(f"the state cannot be kept: {error}", "keep", "too_large") from None
+
+
+def check_last(snapshot: Snapshot, served: Served) -> None:
+    """Refuse a state whose last tokens, which are read again, are none of the model's.
+
+    Raises:
+        ApiError: an id is not in the vocabulary.
+    """
+    if (last := max(snapshot.pending, *snapshot.held, 0)) >= served.vocab_size + int(served.start_token):
+        raise invalid(
+            f"the last tokens of the state have the id {last}, but the model has {served.vocab_size} ids",
+            "state",
+            "damaged_state",
+        )
 
 
 def service_of(request: Request) -> Service:

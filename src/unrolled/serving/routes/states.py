@@ -10,7 +10,7 @@ from unrolled.serving.model import Served
 from unrolled.serving.protocol.answers import Session, StateInfo, answers
 from unrolled.serving.protocol.errors import ApiError, invalid
 from unrolled.serving.protocol.sessions import SessionRequest
-from unrolled.serving.service import service_of
+from unrolled.serving.service import check_last, service_of
 from unrolled.serving.snapshot import DIGEST, Snapshot
 from unrolled.serving.states import UnknownState
 
@@ -98,12 +98,7 @@ async def forget(name: Name, request: Request, if_match: Annotated[str | None, H
 
 def _check(snapshot: Snapshot, served: Served) -> None:
     """Refuse a state that has the digest of a model, but cannot be a state of this model."""
-    if (last := max(snapshot.pending, *snapshot.held, 0)) >= served.vocab_size + int(served.start_token):
-        raise invalid(
-            f"the last tokens of the state have the id {last}, but the model has {served.vocab_size} ids",
-            "state",
-            "damaged_state",
-        )
+    check_last(snapshot, served)
     try:
         served.engine.runner.state(snapshot.tensors, snapshot.length - 1)
     except (ValueError, MemoryError, RuntimeError) as error:
