@@ -8,11 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unrolled import data
+from unrolled.cli._overlap import intersection_over_union
 from unrolled.contract import IGNORED
 from unrolled.data.adding import AddingDataset
 from unrolled.data.associative_recall import AssociativeRecallDataset
 from unrolled.data.copy_bits import CopyBitsDataset
 from unrolled.data.repeat_copy import RepeatCopyDataset
+from unrolled.models import Segmenter, SegmenterConfig
+from unrolled.training import TrainConfig, evaluate
 
 BITS = ["associative_recall", "copy_bits", "repeat_copy"]
 
@@ -124,3 +127,18 @@ def test_every_task_keeps_the_protocol(dataset):
 def test_impossible_options_are_refused(name, options, message):
     with pytest.raises(ValueError, match=message):
         data.load(name, **options)
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_an_example_is_evaluated_as_if_alone(name):
+    dataset = data.load(name, val_size=12)
+    sizes = {"input_size": dataset.input_size, "output_size": dataset.output_size, "positions": "sinusoidal"}
+    torch.manual_seed(0)
+    model = Segmenter(SegmenterConfig(**sizes, d_model=16, n_layers=1, n_heads=2, attention="softmax"))
+    losses = [evaluate(model, dataset, TrainConfig(batch_size=size)) for size in (1, 12)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    (batch,) = dataset.eval_batches(12)
+    assert batch.key_padding_mask.any()
+    assert (batch.targets[batch.key_padding_mask] == IGNORED).all()
+    overlaps = [intersection_over_union(model, dataset, size) for size in (1, 12)]
+    assert overlaps[0] == overlaps[1]

@@ -22,8 +22,10 @@ def intersection_over_union(model: "nn.Module", dataset: "BaseDataset", batch_si
     both = either = 0
     with torch.inference_mode():
         for batch in dataset.eval_batches(batch_size):
-            asked = batch.targets != IGNORED
-            found, wanted = model(batch.inputs.to(device)).cpu()[asked] > 0, batch.targets[asked] > 0
+            asked, padding = batch.targets != IGNORED, batch.key_padding_mask
+            masks = {} if padding is None else {"key_padding_mask": padding.to(device)}
+            logits = model(batch.inputs.to(device), **masks).cpu()
+            found, wanted = logits[asked] > 0, batch.targets[asked] > 0
             both += int((found & wanted).sum())
             either += int((found | wanted).sum())
     return both / either if either else None

@@ -7,6 +7,8 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from torch.nn.utils.rnn import pad_sequence
+
 from unrolled.contract import IGNORED, Batch
 from unrolled.data._base import Task
 from unrolled.data._drawn import DrawnDataset
@@ -20,7 +22,7 @@ class BitsDataset(DrawnDataset):
     Inputs are `[B, T, input_size]`, 0 or 1: the bits, then one channel for each delimiter; targets are
     `[B, T, output_size]`. All examples of a training batch have one size, drawn from (seed, step), so batches
     of short examples take little time. The validation set has examples of all sizes; the shorter ones are
-    padded with zeros.
+    padded, with a mask.
 
     Attributes:
         n_bits: bits of a vector.
@@ -63,13 +65,16 @@ class BitsDataset(DrawnDataset):
         return self._draw_examples(rng, tuple(map(int, sizes)), count)
 
     def _draw_validation(self, rng: np.random.Generator) -> Batch:
-        rows = [self._padded(self._draw(rng, 1)) for _ in range(self.val_size)]
-        return Batch(torch.cat([row.inputs for row in rows]), torch.cat([row.targets for row in rows]))
-
-    def _padded(self, batch: Batch) -> Batch:
-        behind = (0, 0, 0, self.length - batch.inputs.shape[1])
-        pad = torch.nn.functional.pad
-        return Batch(pad(batch.inputs, behind), pad(batch.targets, behind, value=IGNORED))
+        rows = [self._draw(rng, 1) for _ in range(self.val_size)]
+        sizes = torch.tensor([row.inputs.shape[1] for row in rows])
+        inputs, targets = (
+            pad_sequence([x[0] for x in of_rows], batch_first=True, padding_value=value)
+            for of_rows, value in (
+                ([row.inputs for row in rows], 0),
+                ([row.targets for row in rows], IGNORED),
+            )
+        )
+        return Batch(inputs, targets, torch.arange(inputs.shape[1]) >= sizes.unsqueeze(1))
 
     @abstractmethod
     def _draw_examples(self, rng: np.random.Generator, size: tuple[int, ...], count: int) -> Batch:

@@ -50,7 +50,8 @@ class DrawnDataset(BaseDataset):
         if padding is None:
             return Batch(inputs[rows], targets[rows])
         length = int((~padding[rows]).sum(1).max())
-        return Batch(inputs[rows, :length], targets[rows], padding[rows, :length])
+        of_rows = targets[rows, :length] if targets.shape[:2] == padding.shape else targets[rows]
+        return Batch(inputs[rows, :length], of_rows, padding[rows, :length])
 
     def _check(self) -> None:
         """Raise ValueError if options contradict each other."""
