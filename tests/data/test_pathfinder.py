@@ -44,6 +44,20 @@ def test_labels_are_equally_frequent_and_images_differ():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("size", "dashes"), [(128, 6), (96, 14), (32, 2)])
+def test_large_images_and_short_lines_are_drawn(size, dashes):
+    dataset = PathfinderDataset(size=size, dashes=dashes, val_size=20)
+    for step in range(2):
+        inputs, labels, *_ = dataset.batch("train", step=step, batch_size=16, seed=0)
+        assert inputs.shape == (16, size**2)
+        assert 0 < labels.sum() < 16
+
+
+def test_a_line_of_one_dash_is_refused():
+    with pytest.raises(ValueError, match="dashes is 1, but must be at least 2"):
+        PathfinderDataset(dashes=1)
+
+
 def test_lines_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="size is 12, too small for two lines of dashes = 9"):
         PathfinderDataset(size=12, dashes=9)

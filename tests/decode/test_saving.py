@@ -215,3 +215,11 @@ def test_the_file_says_what_it_is(tmp_path):
     assert len(metadata["sha256"]) == 64
     assert {f"{UP}.tiles", f"{UP}.bias", "head.project.scales", "stack.norm.weight"} <= names
     assert f"{UP}.weight" not in names
+
+
+def test_a_plan_and_a_model_do_not_share_a_folder(tmp_path):
+    model = decoder()
+    for first, second, file in ((model, plan(model), "model"), (plan(model), model, "plan")):
+        first.save(tmp_path / file)
+        with pytest.raises(ValueError, match=f"holds {file}.safetensors, which may be of another model"):
+            second.save(tmp_path / file)

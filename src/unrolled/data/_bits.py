@@ -6,7 +6,6 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-
 from torch.nn.utils.rnn import pad_sequence
 
 from unrolled.contract import IGNORED, Batch

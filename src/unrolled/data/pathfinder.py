@@ -44,7 +44,7 @@ class PathfinderDataset(DrawnDataset):
 
     Attributes:
         size: pixels of a side of the image; a sequence has `size` x `size` grey levels.
-        dashes: number of dashes of each of the two long lines.
+        dashes: number of dashes of each of the two long lines, at least 2.
         distractors: number of short lines, which have a third as many dashes.
         val_size: examples of the validation set.
 
@@ -61,6 +61,10 @@ class PathfinderDataset(DrawnDataset):
     vocab_size: ClassVar[int] = 256
     n_classes: ClassVar[int] = 2
 
+    def _check(self) -> None:
+        if self.dashes < 2:
+            raise ValueError(f"dashes is {self.dashes}, but must be at least 2")
+
     @property
     def length(self) -> int:
         """Pixels of an image."""
@@ -73,10 +77,13 @@ class PathfinderDataset(DrawnDataset):
         return Batch(torch.from_numpy(images).flatten(1).long(), labels)
 
     def _image(self, source: random.Random, *, joined: bool) -> npt.NDArray[np.uint8]:
-        lines = self._lines(source)
-        discs = a, b = lines[0][0], lines[0][-1]
+        for _ in range(IMAGES):
+            lines = self._lines(source)
+            discs = lines[0][0], lines[0][-1]
+            if math.dist(*discs) >= 2 * CLEAR:  # as far apart as the ends of two lines are
+                break
         if not joined:
-            lines, discs = self._apart(source, math.dist(a, b))
+            lines, discs = self._apart(source, math.dist(*discs))
         segments = [line[i : i + 2] for line in lines for i in range(0, len(line), 2)]
         return painted([*((p, q, THICK) for p, q in segments), *((p, p, DISC) for p in discs)], self.size)
 
@@ -85,7 +92,7 @@ class PathfinderDataset(DrawnDataset):
 
         Otherwise the distance of the discs alone would tell the label in most cases.
         """
-        for _ in range(IMAGES):
+        for _ in range(IMAGES * math.ceil(self.size / 32) ** 2):  # the larger the image, the rarer a distance
             lines = self._lines(source)
             first, second = lines[:2]
             for pair in product((first[0], first[-1]), (second[0], second[-1])):

@@ -95,6 +95,9 @@ class Plan:
         """Write the plan into the folder `path`, created if needed, for `unrolled.decode.load`.
 
         A SHA-256 covers the weights, the config and the documents. A crash leaves no file half-written.
+
+        Raises:
+            ValueError: the folder holds a model.
         """
         saving.save(self, path)
 

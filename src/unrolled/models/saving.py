@@ -49,7 +49,7 @@ class SavedModel(nn.Module):
         The weights file holds a SHA-256 of itself, the config and the documents, which `load` checks.
 
         Raises:
-            ValueError: the config holds an object that is not JSON-serialisable.
+            ValueError: the config holds an object that is not JSON-serialisable, or the folder holds a plan.
         """
         config = {"model": self.model_name, **asdict(self.config)}
         save_folder(path, WEIGHTS_FILE, {CONFIG_FILE: config, **self.documents}, self.state_dict())
@@ -115,10 +115,16 @@ def save_folder(
         tensors, metadata, aligned: as for `save_tensors`.
 
     Raises:
-        ValueError: the config holds an object that is not JSON-serialisable.
+        ValueError: the config holds an object that is not JSON-serialisable, or the folder holds the file of
+            weights that `file_name` is not: that of a model or that of a plan.
     """
     texts = {name: json.dumps(x, indent=2, default=_refuse) + "\n" for name, x in documents.items()}
     folder = Path(path)
+    for other in {WEIGHTS_FILE, PLAN_FILE} - {file_name}:
+        if (folder / other).exists():
+            raise ValueError(
+                f"{folder} holds {other}, which may be of another model: remove it, or choose another folder"
+            )
     config_file = folder / CONFIG_FILE
     if config_file.exists() and config_file.read_text(encoding="utf-8") != texts[CONFIG_FILE]:
         config_file.unlink()  # first: after a crash, another model's config must not meet these weights
