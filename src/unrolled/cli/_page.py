@@ -152,7 +152,11 @@ def make_server(folder: Path, port: int = 0) -> ThreadingHTTPServer:
 
 def serve(folder: Path, port: int) -> None:
     """Serve a folder until Ctrl-C."""
-    with make_server(folder, port) as server:
+    try:
+        made = make_server(folder, port)
+    except OSError as error:
+        raise ValueError(f"--port {port} cannot be used: {error.strerror}; 0 selects a free port") from error
+    with made as server:
         typer.echo(f"The page: http://{ADDRESS}:{server.server_port}/ (stop with Ctrl-C)")
         server.serve_forever()
 

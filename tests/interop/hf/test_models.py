@@ -8,12 +8,13 @@ import pytest
 import torch
 from hf_models import SMALL, make, prompts
 from safetensors.torch import load, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers import AutoModelForMaskedLM as AutoMaskedLM
 from transformers import AutoModelForSequenceClassification as AutoClassifier
 
 from unrolled.contract import UnsupportedError
 from unrolled.interop import hf
+from unrolled.interop.hf import digest
 from unrolled.models import Decoder, DecoderConfig, Encoder
 
 CLASSES = {
@@ -284,9 +285,42 @@ def test_a_wrong_field_gets_one_sentence(fields, sentence):
     assert "\n" not in str(caught.value)
 
 
+def adapted():
+    model = make()
+    model.add_adapter(peft.LoraConfig(target_modules=["qkv_proj"]))
+    return model
+
+
+def test_a_config_that_could_not_be_loaded_is_not_saved(tmp_path):
+    model = make()
+    model.config.note = "mine"
+    with pytest.raises(ValueError, match="the config has an attribute note, which is not a field"):
+        model.save_pretrained(tmp_path)
+    del model.config.note
+    model.save_pretrained(tmp_path)
+    assert hf.UnrolledForCausalLM.from_pretrained(tmp_path).config.decoder_config()
+
+
+def test_what_is_pushed_to_a_hub_is_complete(tmp_path, monkeypatch):
+    model, pushed = make(), []
+    model.model.documents = {"vocabulary.json": {"kind": "ids"}}
+
+    def push(self, repo_id, **options):
+        assert digest.check(tmp_path / "book") == self.model.documents
+        pushed.append((repo_id, options))
+
+    monkeypatch.setattr(PreTrainedModel, "push_to_hub", push)
+    model.save_pretrained(tmp_path / "book")
+    model.save_pretrained(tmp_path / "book", push_to_hub=True)
+    model.save_pretrained(tmp_path / "book", push_to_hub=True, repo_id="me/x", private=True)
+    assert pushed == [("book", {}), ("me/x", {"private": True})]
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
+        (lambda ids: hf.from_transformers(adapted()), UnsupportedError, "has an adapter in"),
+        (lambda ids: make().set_output_embeddings(torch.nn.Linear(2, 2)), UnsupportedError, "the vocabulary of a model is fixed"),
         (lambda ids: bare(is_decoder=False)(ids, past_key_values=hf.StateCache()), UnsupportedError, "an encoder has no cache"),
         (lambda ids: bare()(ids, token_type_ids=ids), UnsupportedError, "a decoder has no segments"),
         (lambda ids: hf.from_transformers(bare()), UnsupportedError, "lacks its decoder's output layer"),

@@ -22,6 +22,17 @@ Count = Tensor | int | None
 """The number of labels by which a summed loss is divided; None for a mean over the batch."""
 OUTPUTS = ("output_attentions", "output_hidden_states")  # of other models; configs may have them too
 HEADS = ("model.head.", "model.head_hidden.")
+FOR_HUB = (
+    "repo_id",
+    "commit_message",
+    "commit_description",
+    "private",
+    "token",
+    "revision",
+    "create_pr",
+    "tags",
+)
+"""The arguments of `push_to_hub`."""
 FIXED_VOCABULARY = "the vocabulary of a model is fixed: make a model of another vocab_size instead"
 
 
@@ -109,11 +120,15 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
 
         The weights file holds a SHA-256 of itself, the config and the documents, for `from_pretrained`.
         """
+        push = kwargs.pop("push_to_hub", False)
+        of_hub = {name: kwargs.pop(name) for name in FOR_HUB if name in kwargs}
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         if is_main_process:
             for file in digest.replaced_by_shards(save_directory):
                 file.unlink()
             digest.seal(save_directory, self.model.documents)
+            if push:  # transformers would do so before the files are complete
+                self.push_to_hub(of_hub.pop("repo_id", Path(save_directory).name), **of_hub)
 
     def get_input_embeddings(self) -> nn.Module:
         """The embedding of the tokens."""
@@ -126,6 +141,14 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Refuse another embedding.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(FIXED_VOCABULARY)
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        """Refuse another output layer.
 
         Raises:
             UnsupportedError: always.

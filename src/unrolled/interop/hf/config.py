@@ -3,6 +3,7 @@
 from copy import deepcopy
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
@@ -78,7 +79,7 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
             seen[name] = key
             if name in ours:
                 values[name] = value
-            elif name in THEIRS or name.endswith("_token_id") or name.startswith("_"):
+            elif _is_theirs(name):
                 theirs[name] = value
             else:
                 near = get_close_matches(key, [*ours, *to_ours], n=1)
@@ -109,6 +110,23 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
             raise ValueError(f"config.json lacks the keys {missing}: it is not as it was saved")
         return super().from_dict(config_dict, **kwargs)
 
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:  # type: ignore[override]
+        """Write the config; see `PreTrainedConfig.save_pretrained`.
+
+        Raises:
+            ValueError: it has an attribute that `from_pretrained` would refuse.
+        """
+        known = {
+            self.attribute_map.get(name, name) for name in (*_fields_of_both(), "use_cache", "is_decoder")
+        }
+        for key in self.to_dict():
+            if self.attribute_map.get(key, key) not in known and not _is_theirs(key):
+                raise ValueError(
+                    f"the config has an attribute {key}, which is not a field of UnrolledConfig: delete it, "
+                    "since the saved folder could not be loaded"
+                )
+        super().save_pretrained(save_directory, **kwargs)
+
     def decoder_config(self) -> DecoderConfig:
         """Return the config of the `Decoder` with these fields.
 
@@ -135,6 +153,11 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
 
     def _of(self, kind: type[TransformerConfig]) -> dict[str, Any]:
         return {f.name: deepcopy(getattr(self, f.name)) for f in fields(kind) if f.name not in BY_CLASS}
+
+
+def _is_theirs(name: str) -> bool:
+    """Whether transformers may add a key of this name to any config."""
+    return name in THEIRS or name.endswith("_token_id") or name.startswith("_")
 
 
 def _fields_of_both() -> dict[str, Field[object]]:

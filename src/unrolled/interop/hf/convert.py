@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from unrolled.contract import UnsupportedError
 from unrolled.data import Vocabulary, byte_letters
 from unrolled.files import read_object
+from unrolled.interop.copying import refuse_adapters
 from unrolled.interop.hf._model import UnrolledPreTrainedModel
 from unrolled.interop.hf.causal_lm import UnrolledForCausalLM
 from unrolled.interop.hf.config import BY_CLASS, UnrolledConfig
@@ -67,7 +68,7 @@ def from_transformers(model: PreTrainedModel) -> Decoder | Encoder:
     """Make a `Decoder` or `Encoder` with a copy of the weights of one of the classes here for transformers.
 
     Raises:
-        UnsupportedError: `model` is of another class, or a decoder without its output layer.
+        UnsupportedError: `model` is of another class, a decoder without its output layer, or has an adapter.
     """
     if not isinstance(model, UnrolledPreTrainedModel):
         raise UnsupportedError(
@@ -77,6 +78,7 @@ def from_transformers(model: PreTrainedModel) -> Decoder | Encoder:
         raise UnsupportedError(
             "an UnrolledModel lacks its decoder's output layer; use an UnrolledForCausalLM instead"
         )
+    refuse_adapters(model)
     return deepcopy(model.model)
 
 
