@@ -131,6 +131,16 @@ def test_a_peer_of_another_function_is_not_the_best_one(monkeypatch):
     assert [row.best_peer for row in found] == [4.0, 4.0, 1.0]
 
 
+def test_a_peer_with_more_threads_is_not_the_best_one(monkeypatch):
+    monkeypatch.setattr(runner, "take_turns", lambda runs, **_: {name: [len(name)] for name in runs})
+    found = rows(
+        ("ours", doubling(), {"ours": True}),
+        ("alone", doubling(), {}),
+        ("two", doubling(), {"threads": 2}),
+    )
+    assert [row.best_peer for row in found.values()] == [5.0, 5.0, 3.0]
+
+
 def test_some_may_be_chosen_by_a_word_of_their_names():
     chosen = Settings(seconds=0.0, only=("b", "z"))
     two = problem(("ours a", doubling(), {}), ("ours b", doubling(), {}))

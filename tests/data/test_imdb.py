@@ -61,6 +61,11 @@ def test_words_are_known_by_how_often_they_occur(folder):
     assert vocabulary.decode(words.inputs[0]).split()[0] == "<unk>"  # "test" is not in the training reviews
 
 
+def test_there_are_no_more_reviews_than_there_are(folder):
+    with pytest.raises(ValueError, match="val_size is 25,001, but must be at most 25,000"):
+        ImdbDataset(val_size=25_001, data_dir=folder)
+
+
 def test_bytes_have_no_other_number_of_ids(folder):
     assert ImdbDataset(vocab_size=256, data_dir=folder).vocab_size == 256
     with pytest.raises(ValueError, match="vocab_size is 300, but must be left out with level='bytes'"):

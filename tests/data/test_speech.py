@@ -81,6 +81,12 @@ def test_what_is_no_sound_is_refused(name, written, message, tmp_path):
         read_sound(tmp_path / name, 16_000)
 
 
+@pytest.mark.parametrize("n_mels", [2, 120])
+def test_bands_that_do_not_suit_the_rate_are_named(n_mels):
+    with pytest.raises(ValueError, match=f"n_mels is {n_mels}, which does not suit sound of 8000 Hz: "):
+        log_mel(np.zeros(8_000, np.int16), 8_000, n_mels)
+
+
 def test_a_sound_without_samples_is_refused(tmp_path):
     path = write_wave(tmp_path / "short.wav", [tone(440, 0.01)])
     with pytest.raises(ValueError, match=r"short\.wav has 160 samples, but must have at least 400"):

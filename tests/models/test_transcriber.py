@@ -226,6 +226,8 @@ def test_wrong_inputs_are_named(kind, x, padding, message):
 def test_unknown_symbols_are_named(kind):
     with pytest.raises(ValueError, match=r"targets holds values from 7 to 7, but they must be in \[0, 7\)"):
         small_model(kind).loss(torch.zeros(1, 40, 6), torch.tensor([[7]]))
+    with pytest.raises(ValueError, match=r"targets has shape \[1\], but must be \[B, U\]"):
+        small_model(kind).loss(torch.zeros(1, 40, 6), torch.tensor([1]))
 
 
 def test_kinds_are_found_by_name():

@@ -77,12 +77,13 @@ def run_problem(problem: Problem, settings: Settings, limits: Limits) -> list[Ro
     alone = all((x.threads or settings.threads) == 1 for x in contenders)
     working = min(1.0, worked / passed) if alone else None  # more threads would hide that others work too
     medians = {name: median(taken) / problem.steps for name, taken in seconds.items()}
-    peers = [(medians[x.name], x.definition) for x in contenders if x.name in medians and not x.ours]
+    peers = [x for x in contenders if x.name in medians and not x.ours]
     for contender in contenders:
         if (name := contender.name) in seconds:
             threads = contender.threads or settings.threads
             row = _timed(rows[name], seconds[name], problem, threads, limits, settings)
-            same = [time for time, definition in peers if definition == contender.definition]
+            alike = (contender.definition, contender.threads)
+            same = [medians[x.name] for x in peers if (x.definition, x.threads) == alike]
             rows[name] = replace(row, best_peer=min(same, default=None), working=working)
     return list(rows.values())
 

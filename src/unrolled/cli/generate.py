@@ -109,7 +109,7 @@ def generate(
     vocabulary.check(model.config.vocab_size)
     draw = partial(generation.generate, model, seed=seed, **sampling)
     if vocabulary.shape is None:
-        for_images = {"--out": out, "--complete": complete, "--force": force or None}
+        for_images = {"--out": out, "--complete": complete, "--data-dir": data_dir, "--force": force or None}
         refuse(for_images, f"images, but {folder} was not trained on images")
         if prompt is None and vocabulary.is_text:
             known = vocabulary.characters

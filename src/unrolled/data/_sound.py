@@ -83,6 +83,7 @@ def log_mel(samples: Samples, rate: int, n_mels: int) -> Tensor:
 
     Raises:
         ImportError: kaldi-native-fbank is not installed.
+        ValueError: sound of this rate has no so few or so many mel bands.
     """
     fbank = library("kaldi_native_fbank")
     options = fbank.FbankOptions()
@@ -90,7 +91,10 @@ def log_mel(samples: Samples, rate: int, n_mels: int) -> Tensor:
     options.frame_opts.dither = 0  # dither would give a sound other features each time
     options.frame_opts.snip_edges = False
     options.mel_opts.num_bins = n_mels
-    computer = fbank.OnlineFbank(options)
+    try:
+        computer = fbank.OnlineFbank(options)
+    except ValueError as error:
+        raise ValueError(f"n_mels is {n_mels}, which does not suit sound of {rate} Hz: {error}") from error
     computer.accept_waveform(rate, samples.astype(np.float32))
     computer.input_finished()
     frames = np.stack([computer.get_frame(i) for i in range(computer.num_frames_ready)])

@@ -25,6 +25,7 @@ PATHS = ["imdb/aclImdb_v1.tar.gz", "imdb/aclImdb_labelled.tar.xz"]  # the second
 SHA256 = "547855a64e4712ecaf791b9e6e84adbd8aee292dcf559cba9c7f1852ee7bec3d"  # of the reviews, as hashed below
 REVIEW = re.compile(r"(?:.*/)?(train|test)/(pos|neg)/(\d+)_\d+\.txt")
 WORDS_KNOWN = 8_000
+REVIEWS = 25_000  # of each part
 SPLITS: dict[str, Split] = {"train": "train", "test": "val"}
 
 Reviews = dict[Split, list[tuple[int, bytes]]]
@@ -60,7 +61,7 @@ class ImdbDataset(EpochDataset):
     length: Size = 1024
     level: Literal["bytes", "words"] = "bytes"
     vocab_size: Size | None = None
-    val_size: Size = 25_000
+    val_size: Size = REVIEWS
     deleted: Fraction = 0.0
     inserted: Fraction = 0.0
     data_dir: str | Path | None = None
@@ -70,6 +71,8 @@ class ImdbDataset(EpochDataset):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.val_size > REVIEWS:
+            raise ValueError(f"val_size is {self.val_size:,}, but must be at most {REVIEWS:,}")
         self._reviews = load_published(PATHS, URL, read_reviews, self.data_dir)
         order = np.random.default_rng(0).permutation(len(self._reviews["val"]))
         self._reviews["val"] = [self._edited(int(i)) for i in order[: self.val_size]]

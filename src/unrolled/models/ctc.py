@@ -24,7 +24,7 @@ from unrolled.models.checks import check_targets
 from unrolled.models.config import ModelConfig
 from unrolled.models.heads import Categorical
 from unrolled.models.saving import SavedModel
-from unrolled.ops.checks import check_device, check_key_padding_mask, check_tensor, shape, wrong
+from unrolled.ops.checks import check_device, check_key_padding_mask, check_tensor, shape, wrong, wrong_shape
 from unrolled.ops.dense import Layer
 from unrolled.ops.masks import without_padding
 from unrolled.ops.sequence import refuse
@@ -108,8 +108,11 @@ class CTCModel(SavedModel):
             key_padding_mask: as for `forward`.
 
         Raises:
-            ValueError: a row has more symbols than its frames can stand for.
+            ValueError: `targets` has another shape, or a row has more symbols than its frames can stand for.
         """
+        check_tensor("targets", targets)
+        if targets.dim() != 2:
+            raise wrong_shape("targets", targets, "[B, U]")
         log_probs = self(inputs, key_padding_mask=key_padding_mask)
         frames = self.frames(inputs, key_padding_mask)
         check_targets(targets, (len(inputs), *targets.shape[1:2]), self.vocab_size)
