@@ -63,6 +63,16 @@ def test_a_folder_of_the_wrong_kind(folders, tmp_path):
         assert sentence in error(*arguments)
 
 
+def test_an_export_leaves_no_graph_of_an_earlier_one(tmp_path):
+    save(tmp_path / "run", positions="none")
+    works("export", tmp_path / "run", tmp_path / "out", "--int8")
+    assert (tmp_path / "out" / "int8.onnx").exists()
+    (tmp_path / "out" / "mine.txt").write_text("kept")
+    works("export", tmp_path / "run", tmp_path / "out")
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert names == {"manifest.json", "mine.txt", "plain.onnx", "vocabulary.json"}
+
+
 def test_a_start_symbol_takes_a_position(tmp_path):
     save(tmp_path, start_token=True, max_length=9)
     printed = generated(tmp_path, "--prompt", "ab", "--seed", 0)

@@ -316,6 +316,11 @@ def test_models_of_other_numbers_of_ids_do_not_stand_side_by_side(runtime, tmp_p
     assert [entry["group"] for entry in entries] == ["Token ids", "Token ids: many", "Token ids"]
 
 
+def test_a_port_in_use_is_named(tmp_path):
+    with _page.make_server(tmp_path) as server, pytest.raises(ValueError, match=r"--port \d+ cannot be used"):
+        _page.serve(tmp_path, server.server_port)
+
+
 def test_the_server_is_local_and_has_the_mime_types_of_modules(tmp_path):
     (tmp_path / "a.js").write_text("")
     (tmp_path / "a.wasm").write_text("")
@@ -386,9 +391,12 @@ def test_the_page_of_the_demo_is_written_again_when_the_library_changed(shipped,
     (tmp_path / "page" / "page.js").write_text("old")
     works(*words)
     assert everything(tmp_path / "page") == before
-    (tmp_path / "page" / "runtime" / "runtime.json").unlink()
-    works(*words)
-    assert everything(tmp_path / "page") == before
+    binary = json.loads((tmp_path / "page/runtime/runtime.json").read_text())["builds"]["wasm"]["binary"]
+    for file in ("runtime/runtime.json", "models/digits/plain.onnx", f"runtime/{binary}"):
+        (tmp_path / "page" / file).unlink()
+        works(*words)
+        assert everything(tmp_path / "page") == before
+    assert "has no" in error(*words[:-1], tmp_path)  # a runtime is checked though the page needs none
     manifest = Manifest.load(tmp_path / "page" / "models" / "digits")
     manifest.unrolled = "0.0.1"
     manifest.save(tmp_path / "page" / "models" / "digits")

@@ -60,8 +60,10 @@ def shipped_page(out: Path, *, runtime: Path | None, force: bool) -> Path:
     """
     from unrolled import demo_models
     from unrolled.folders import check_folder
-    from unrolled.interop.web import is_current_page_of, is_page_of, write_site
+    from unrolled.interop.web import is_current_page_of, is_page_of, runtime_files, write_site
 
+    if runtime is not None:
+        runtime_files(runtime)  # checks it, even if it is not needed
     models: dict[str, Path] = {name: demo_models.path(name) for name in demo_models.NAMES}
     if not force and is_current_page_of(out, models):
         return out

@@ -11,6 +11,8 @@ from unrolled.cli._options import Force
 if TYPE_CHECKING:
     from unrolled.data import Vocabulary
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
 
 def convert(
     source: Annotated[
@@ -53,6 +55,9 @@ def convert(
             what = f"a {model.model_name} of unrolled"
         else:
             what = _save_for_transformers(converted, vocabulary, folder)
+        others = {VOCABULARY_FILE, *TOKENIZER_FILES} - {file.name for file in folder.iterdir()}
+    for name in others if force else ():
+        (out / name).unlink(missing_ok=True)  # of another model, which was there before
     typer.echo(f"{out}: {what}", err=True)
 
 

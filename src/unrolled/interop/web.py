@@ -16,13 +16,13 @@ import tempfile
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict, cast
 
 import unrolled
 from unrolled import data
 from unrolled.decode import load_model
 from unrolled.extras import how_to_install
-from unrolled.files import write_file
+from unrolled.files import read_object, write_file
 from unrolled.folders import writing_folder
 from unrolled.models.ctc import CTCModel
 from unrolled.models.saving import SavedModel
@@ -141,18 +141,33 @@ def is_page_of(folder: str | Path, runs: Mapping[str, str | Path]) -> bool:
 
 
 def is_current_page_of(folder: str | Path, runs: Mapping[str, str | Path]) -> bool:
-    """Return whether `folder` is the page of exactly these models, written by this version of the library."""
+    """Return whether `folder` is the whole page of exactly these models, written by this version.
+
+    The sizes of the large files are compared, not their hashes.
+    """
     from unrolled.interop import onnx
 
     folder = Path(folder)
     if _names(folder) != list(runs) or not is_page_of(folder, runs):
         return False
     copies = {source: folder / source.name for source in _sources()}
+    manifests = {folder / "models" / name: onnx.read_manifest(folder / "models" / name) for name in runs}
+    runtime = read_object(folder / "runtime" / RUNTIME_INDEX)
     return (
-        all(onnx.read_manifest(folder / "models" / x).unrolled == unrolled.__version__ for x in runs)
+        all(
+            x.unrolled == unrolled.__version__ and _are_whole(place, x.entries())
+            for place, x in manifests.items()
+        )
         and all(copy.is_file() and copy.read_bytes() == x.read_bytes() for x, copy in copies.items())
-        and (folder / "runtime" / RUNTIME_INDEX).is_file()
+        and runtime.get("version") == VERSION
+        and _are_whole(folder / "runtime", cast(Any, runtime["files"]))
     )
+
+
+def _are_whole(folder: Path, entries: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether a folder has files of these names and sizes."""
+    files = {folder / name: entry["bytes"] for name, entry in entries.items()}
+    return all(file.is_file() and file.stat().st_size == size for file, size in files.items())
 
 
 def runtime_files(folder: str | Path | None = None, *, webgpu: bool = False) -> dict[str, Path]:

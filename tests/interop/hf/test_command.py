@@ -40,6 +40,14 @@ def test_there_and_back(trained, tmp_path):
     assert written == tokenizer.decode(drawn[0]) + "\n"
 
 
+def test_the_tokenizer_of_another_model_does_not_stay(trained, tmp_path):
+    Vocabulary("ids").attach(load(trained)).save(tmp_path / "ids")
+    works("convert", trained, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    works("convert", tmp_path / "ids", tmp_path / "out", "--force")
+    assert not list((tmp_path / "out").glob("tokenizer*"))
+
+
 def test_what_cannot_be_converted_gets_one_sentence(trained, tmp_path):
     assert error("convert", trained, trained).startswith(f"{trained} is the model's own folder")
     RecurrentLM(RecurrentLMConfig(9)).save(tmp_path / "rnn")

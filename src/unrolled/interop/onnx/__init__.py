@@ -10,6 +10,7 @@ log-probabilities of symbols.
 from unrolled.interop.onnx.folder import export, is_export_of, read_manifest
 from unrolled.interop.onnx.manifest import Manifest
 from unrolled.interop.onnx.model import OnnxModel, load
+from unrolled.interop.onnx.record import listed_files
 from unrolled.interop.onnx.speech import export_transcriber
 from unrolled.interop.onnx.speech_manifest import SpeechManifest
 from unrolled.interop.onnx.transcriber import OnnxTranscriber, load_transcriber
@@ -22,6 +23,7 @@ __all__ = [
     "export",
     "export_transcriber",
     "is_export_of",
+    "listed_files",
     "load",
     "load_transcriber",
     "read_manifest",

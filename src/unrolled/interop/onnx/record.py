@@ -77,7 +77,9 @@ class Record:
         The files that an earlier manifest in the folder lists are deleted.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        for path in _listed(folder):  # before their manifest, so that a later export can go on after a crash
+        for path in listed_files(
+            folder
+        ):  # before their manifest, so that a later export can go on after a crash
             path.unlink(missing_ok=True)
         (folder / FILE_NAME).unlink(missing_ok=True)  # first, so that it never describes other graphs
         for name, content in files.items():
@@ -152,7 +154,7 @@ def describe_file(path: Path) -> FileEntry:
     return {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
 
 
-def _listed(folder: Path) -> list[Path]:
+def listed_files(folder: Path) -> list[Path]:
     """Return the files in a folder that its manifest lists; none if it has no manifest or a damaged one."""
     try:
         values = json.loads((folder / FILE_NAME).read_text())
