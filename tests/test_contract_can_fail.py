@@ -25,13 +25,16 @@ from unrolled.testing import (
     check_dynamic_length,
     check_global_mask,
     check_half_precision,
+    check_head_shapes,
     check_max_length,
     check_mechanism,
     check_padding_content,
     check_positions,
     check_reads_input,
+    check_reads_tokens,
     check_refuses_unclaimed,
     check_refuses_unclaimed_verbs,
+    check_rejects_wrong_input,
     check_sequence,
     check_single_queries,
     check_weights,
@@ -530,7 +533,19 @@ class AttendsToItsOwnSlice(SoftmaxAttention):
         return self.prefill_heads(heads, state, key_padding_mask)
 
 
+class ReadsThePastOnly(PlainLinear):
+    def __init__(self, *sizes, causal=False, **options):
+        super().__init__(*sizes, causal=True, **options)
+
+
+class ReadsNothing(PlainLinear):
+    def forward(self, query, *others, **masks):
+        return self.out_proj(self.q_proj(query))
+
+
 FALSE_CLAIMS = [
+    (ReadsThePastOnly, check_reads_tokens, "causal=False: no output depends on a later token"),
+    (ReadsNothing, check_reads_tokens, "causal=True: no output depends on an earlier token"),
     (AttendsToItsOwnSlice, check_sequence, "two slices with scan='gather' against one sequence: output of"),
     (WeightsBeforeSoftmax, check_weights, "the weights of each query, added up"),
     (ReadForgetsThePadding, check_single_queries, "recall of"),
@@ -615,6 +630,15 @@ def test_a_fixed_number_of_rows_is_found():
 
     with pytest.raises(AssertionError, match=r"default: torch\.export with a dynamic length"):
         check_dynamic_length(Maker(Fixed), Fixed.supports)
+
+
+def test_options_that_a_constructor_does_not_have_are_not_tried():
+    class Few(PlainLinear):
+        def __init__(self, d_model, n_heads, causal=False):
+            super().__init__(d_model, n_heads, causal=causal)
+
+    for check in (check_head_shapes, check_rejects_wrong_input):
+        check(Maker(Few), Few.supports)
 
 
 def test_a_missing_verb_is_no_refusal():

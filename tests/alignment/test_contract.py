@@ -123,6 +123,13 @@ class WeighsTwice(Proper):
         return 2 * super().weigh(query, state)
 
 
+class TellsOtherWeights(Proper):
+    def recall(self, query, state):
+        context, weights, state = super().recall(query, state)
+        shares = (weights > 0).to(weights)
+        return context, shares / shares.sum(-1, keepdim=True).clamp(min=1), state
+
+
 class ForwardWithoutItsMask(Proper):
     def forward(self, query, memory, *, key_padding_mask=None):
         return super().forward(query, memory)
@@ -166,6 +173,7 @@ class ReadsValuesInPython(Proper):
         (KeepsTheMemory, "memory_state_is_a_value"),
         (KeepsTheMemory, "memory_state_round_trip"),
         (WeighsTwice, "weights_are_shares"),
+        (TellsOtherWeights, "weights_are_shares"),
         (ForwardWithoutItsMask, "verbs_agree"),
         (IsNaNWithoutMemory, "nothing_to_read"),
         (StaysInHalfPrecision, "memory_dtypes"),

@@ -34,7 +34,12 @@ from unrolled.testing.claims import (
     check_single_queries,
     check_weights,
 )
-from unrolled.testing.dependence import check_global_mask, check_positions, check_reads_input
+from unrolled.testing.dependence import (
+    check_global_mask,
+    check_positions,
+    check_reads_input,
+    check_reads_tokens,
+)
 from unrolled.testing.forms import (
     check_forms_agree,
     check_gradients_through_state,
@@ -106,6 +111,7 @@ __all__ = [
     "check_positions",
     "check_prefix_invariance",
     "check_reads_input",
+    "check_reads_tokens",
     "check_refuses_unclaimed",
     "check_refuses_unclaimed_verbs",
     "check_rejects_other_states",
@@ -156,6 +162,7 @@ CHECKS: dict[Check, Callable[[Supports], bool]] = {
     check_max_length: lambda s: s.max_length,
     check_positions: lambda s: s.positions,
     check_reads_input: lambda s: True,
+    check_reads_tokens: lambda s: True,
     check_global_mask: lambda s: s.global_mask and s.bidirectional,
     check_nothing_to_attend: lambda s: s.padding or s.cross or s.attn_mask,
     check_sequence: lambda s: True,

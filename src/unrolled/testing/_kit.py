@@ -1,5 +1,6 @@
 """Helpers shared by the checks: building the mechanism, running its forms, comparing the results."""
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -274,7 +275,10 @@ def _common_options(make: Maker) -> list[dict[str, Any]]:
 
 
 def _accepted(make: Maker, causal: bool, options: Mapping[str, Any]) -> Any:
-    """Return the mechanism with these options, or None where it refuses them."""
+    """Return the mechanism with these options, or None where it has no such options or refuses them."""
+    taken = inspect.signature(make.mechanism).parameters
+    if not options.keys() <= taken.keys() and all(x.kind != x.VAR_KEYWORD for x in taken.values()):
+        return None
     try:
         return make(causal=causal, **options)
     except (UnsupportedError, ValueError):

@@ -113,17 +113,24 @@ def check_verbs_agree(make: AlignmentMaker) -> None:
 
 
 def check_weights_are_shares(make: AlignmentMaker) -> None:
-    """Weights are at least 0, add up to at most 1, and are 0 at padding."""
+    """Weights are at least 0, add up to at most 1, are 0 at padding, and are those of the context.
+
+    The context is the sum of the memory with these weights, times a number that may depend on the query.
+    """
     module = make()
     for where, mask in paddings().items():
         query, memory = make.inputs()
-        weights = module.recall(query, module.read(memory, key_padding_mask=mask))[1].detach()
+        context, weights, _ = module.recall(query, module.read(memory, key_padding_mask=mask))
+        weights = weights.detach()
         require(weights.shape == (B, T, S), f"weights have shape {list(weights.shape)}, not {[B, T, S]}")
         low, high = float(weights.min()), float(weights.sum(-1).max())
         allowed = 1 + TOLERANCE[weights.dtype]
         require(low >= 0 and high <= allowed, f"weights are at least {low:.3g} and add up to {high:.3g}")
         at_padding = float(weights[0][:, mask[0]].abs().max())
         require(at_padding == 0, f"{where} padding gets a weight of {at_padding:.3g}, should be 0")
+        read = weights @ memory.detach().masked_fill(mask.unsqueeze(-1), 0)
+        gate = (context.detach() * read).sum(-1, keepdim=True) / read.square().sum(-1, keepdim=True)
+        assert_close(context, gate * read, f"{where} padding: context against the weighted memory")
 
 
 def check_memory_padding(make: AlignmentMaker) -> None:

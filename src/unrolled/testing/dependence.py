@@ -26,6 +26,15 @@ LENGTH = 200
 """Number of tokens, above the default numbers of clusters and landmarks, up to which attention is exact."""
 
 
+def check_reads_tokens(make: Maker, supports: Supports) -> None:
+    """Some output depends on an earlier token and, unless the attention is causal, some on a later one."""
+    for causal, module in make.each_direction(supports):
+        read = _reads(module, make.input(1, 12))[0]
+        require(bool(read.tril(-1).any()), f"causal={causal}: no output depends on an earlier token")
+        if not causal:
+            require(bool(read.triu(1).any()), "causal=False: no output depends on a later token")
+
+
 def check_positions(make: Maker, supports: Supports) -> None:
     """The output depends on the order of the tokens, and a state counts those that are not padding."""
     for causal, module in make.each_direction(supports):

@@ -273,6 +273,20 @@ class Count(ModelHook):
         return args, kwargs
 
 
+def test_layers_below_hooks_stay_accelerated_when_it_is_called_again():
+    model = make("Lfm2")
+    hf.accelerate(model)
+    before = [vars(layer.conv)["forward"] for layer in model.model.layers if hasattr(layer, "conv")]
+    hooked = [
+        add_hook_to_module(layer.conv, ModelHook()) for layer in model.model.layers if hasattr(layer, "conv")
+    ]
+    with pytest.raises(
+        UnsupportedError, match="has no layer to accelerate: its forward is not that of its class"
+    ):
+        hf.accelerate(model)
+    assert [remove_hook_from_module(layer).forward for layer in hooked] == before
+
+
 def test_a_hook_on_an_accelerated_layer_is_kept():
     model, hook = make("Lfm2"), Count()
     before = logits(model, inputs())

@@ -14,9 +14,9 @@ from unrolled.interop.hf.accelerate import lightning
 from unrolled.interop.hf.accelerate.rebind import (
     Function,
     functions_called,
+    has_hooked_forward,
     rebound,
     restore_forward,
-    runs_class_forward,
     set_forward,
 )
 from unrolled.interop.hf.accelerate.report import AccelerationReport, LayerReport
@@ -30,7 +30,8 @@ def accelerate(model: nn.Module) -> AccelerationReport:
 
     Weights, configuration, caches and the class of the model stay the same, so it trains, generates and is
     saved as before, and other models are not affected. Logits and gradients change only by rounding. A copy
-    by `copy.deepcopy` is accelerated too; an unpickled model is not. Softmax attention is not touched.
+    by `copy.deepcopy` is accelerated too; an unpickled model is not. Softmax attention is not touched. Layers
+    whose forward a hook has replaced stay as they are, accelerated or not.
 
     Args:
         model: a model with layers that call the functions in `table`, or with layers of lightning attention.
@@ -41,7 +42,6 @@ def accelerate(model: nn.Module) -> AccelerationReport:
     Raises:
         UnsupportedError: there is nothing to replace.
     """
-    restore(model)
     found = [(layer, _examined(name, layer)) for name, layer in model.named_modules() if _calls(layer)]
     if not any(report.replaced for _, report in found):
         reasons = {reason for _, report in found for reason in report.kept.values()}
@@ -54,6 +54,8 @@ def accelerate(model: nn.Module) -> AccelerationReport:
             if key not in forwards:
                 forwards[key] = _accelerated(layer, report.replaced)
             set_forward(layer, forwards[key])
+        elif not has_hooked_forward(layer):
+            restore_forward(layer)
     return AccelerationReport(type(model).__name__, tuple(report for _, report in found))
 
 
@@ -75,7 +77,7 @@ def _calls(layer: nn.Module) -> dict[str, Function]:
 def _examined(name: str, layer: nn.Module) -> LayerReport:
     """Report on what can be replaced in a layer."""
     called, kind = _calls(layer), type(layer).__name__
-    if not runs_class_forward(layer):
+    if has_hooked_forward(layer):
         reasons = dict.fromkeys(called, "its forward is not that of its class, but of a hook")
         return LayerReport(name, kind, {}, reasons)
     if lightning.is_lightning(layer):

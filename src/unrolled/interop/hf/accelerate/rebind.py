@@ -15,10 +15,14 @@ Function = Callable[..., object]
 _MARK = "_unrolled_forward"
 
 
-def runs_class_forward(layer: nn.Module) -> bool:
-    """Whether a layer runs the forward of its class; an accelerated layer does so after unpickling."""
+def has_hooked_forward(layer: nn.Module) -> bool:
+    """Whether a layer runs another forward than that of its class or one of `set_forward`.
+
+    An accelerated layer runs that of its class after unpickling.
+    """
     forward = vars(layer).get("forward")
-    return forward is None or getattr(forward, "__func__", None) is type(layer).forward
+    of_class = forward is None or getattr(forward, "__func__", None) is type(layer).forward
+    return not of_class and not _is_ours(forward)
 
 
 def functions_called(forward: Function) -> dict[str, Function]:
