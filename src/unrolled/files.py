@@ -19,6 +19,8 @@ from torch import Tensor
 
 DIGEST_KEY, DOCUMENTS_KEY = "sha256", "documents"
 PADDING_KEY, ALIGNMENT = "padding", 64  # bytes of a cache line and of a wide register
+OF_ODD_HEADERS = (KeyError, TypeError, RuntimeError, OverflowError)
+"""What safetensors lets through of torch's errors, for a dtype or shape that torch cannot hold."""
 NO_DIGEST = "0" * 64  # placeholder while the digest is computed
 T = TypeVar("T")
 
@@ -202,7 +204,7 @@ def _readable(path: str | Path, read: Callable[[], T]) -> T:
         return read()
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-    except (KeyError, TypeError, RuntimeError, OverflowError) as error:  # errors of torch for odd headers
+    except OF_ODD_HEADERS as error:
         raise ValueError(f"{path} has a tensor whose dtype or shape PyTorch cannot hold") from error
 
 

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -98,8 +98,12 @@ def held(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def writing_folder(folder: Path) -> Iterator[Path]:
+def writing_folder(folder: Path, earlier: Iterable[str] = ()) -> Iterator[Path]:
     """Yield a staging folder whose files move to `folder` at the end, as in `replacing_files`.
+
+    Args:
+        folder: the folder to write.
+        earlier: names of files of its earlier content; those not written again are deleted at the end.
 
     Raises:
         ValueError: a run in `folder` is being trained.
@@ -110,6 +114,9 @@ def writing_folder(folder: Path) -> Iterator[Path]:
         remove_staging(folder)
         with replacing_files(folder) as staging:
             yield staging
+            left = {*earlier} - {file.name for file in staging.iterdir()}
+        for name in left:
+            (folder / name).unlink(missing_ok=True)
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from unrolled.cli._outputs import outputs
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -22,10 +24,8 @@ def intersection_over_union(model: "nn.Module", dataset: "BaseDataset", batch_si
     both = either = 0
     with torch.inference_mode():
         for batch in dataset.eval_batches(batch_size):
-            asked, padding = batch.targets != IGNORED, batch.key_padding_mask
-            masks = {} if padding is None else {"key_padding_mask": padding.to(device)}
-            logits = model(batch.inputs.to(device), **masks).cpu()
-            found, wanted = logits[asked] > 0, batch.targets[asked] > 0
+            asked = batch.targets != IGNORED
+            found, wanted = outputs(model, batch, device)[asked] > 0, batch.targets[asked] > 0
             both += int((found & wanted).sum())
             either += int((found | wanted).sum())
     return both / either if either else None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 
 from unrolled.cli import _errors
+from unrolled.cli._outputs import outputs
 from unrolled.cli._overlap import intersection_over_union
 
 if TYPE_CHECKING:
@@ -181,10 +182,7 @@ def count_right(
     right = count = 0
     with torch.inference_mode():
         for batch in batches:
-            masks = {}  # tasks on bits have none
-            if batch.key_padding_mask is not None:
-                masks["key_padding_mask"] = batch.key_padding_mask.to(device)
-            judged = judge(model(batch.inputs.to(device), **masks).cpu(), batch.targets)
+            judged = judge(outputs(model, batch, device), batch.targets)
             right += int(judged.sum())
             count += judged.numel()
     return right, count

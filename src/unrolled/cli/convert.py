@@ -49,15 +49,12 @@ def convert(
         return hf.is_saved_by_transformers(out) != to_ours and _same(out, model)
 
     check_folder(out, f"the same conversion of {source}", made_before, force=force)
-    with writing_folder(out) as folder:
+    with writing_folder(out, [VOCABULARY_FILE, *TOKENIZER_FILES] if force else []) as folder:
         if to_ours:
             model.save(folder)
             what = f"a {model.model_name} of unrolled"
         else:
             what = _save_for_transformers(converted, vocabulary, folder)
-        others = {VOCABULARY_FILE, *TOKENIZER_FILES} - {file.name for file in folder.iterdir()}
-    for name in others if force else ():
-        (out / name).unlink(missing_ok=True)  # of another model, which was there before
     typer.echo(f"{out}: {what}", err=True)
 
 

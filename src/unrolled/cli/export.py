@@ -1,7 +1,5 @@
 """`unrolled export`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,28 +69,15 @@ def export(
     _export(run, vocabulary, out, force, aot, opset=opset, fused=fused, int8=int8, sampling=sampling)
 
 
-@contextmanager
-def _replacing(out: Path) -> Iterator[Path]:
-    """Stage the files of an export; then delete those of an earlier export that this one does not have."""
-    from unrolled.folders import writing_folder
-    from unrolled.interop import onnx
-
-    before = onnx.listed_files(out)
-    with writing_folder(out) as folder:
-        yield folder
-    for file in {*before} - {*onnx.listed_files(out)}:
-        file.unlink()
-
-
 def _export_speech(run: Path, vocabulary: "Vocabulary", out: Path, force: bool, opset: int) -> None:
     """Write the folder of a run of speech."""
     from unrolled.cli._models import load_for
-    from unrolled.folders import check_folder
+    from unrolled.folders import check_folder, writing_folder
     from unrolled.interop import onnx
 
     model = load_for("transcription", run).float()
     check_folder(out, f"an export of {run}", lambda: onnx.is_export_of(out, model), force=force)
-    with _replacing(out) as folder:
+    with writing_folder(out, onnx.listed_files(out)) as folder:
         manifest = onnx.export_transcriber(model, folder, vocabulary=vocabulary, opset=opset)
     for graph in manifest.graphs.values():
         typer.echo(f"{out / graph['file']}: {graph['bytes']:,} bytes")
@@ -102,14 +87,14 @@ def _export(run: Path, vocabulary: "Vocabulary", out: Path, force: bool, aot: bo
     """Write the folder of one run; the options are those of `interop.onnx.export`."""
     from unrolled.cli._models import load_for
     from unrolled.data import VOCABULARY_FILE
-    from unrolled.folders import check_folder
+    from unrolled.folders import check_folder, writing_folder
     from unrolled.interop import onnx
 
     model = load_for("tokens", run)
     vocabulary.check(model.config.vocab_size)
     model = model.float()
     check_folder(out, f"an export of {run}", lambda: onnx.is_export_of(out, model), force=force)
-    with _replacing(out) as folder:
+    with writing_folder(out, onnx.listed_files(out)) as folder:
         manifest = onnx.export(model, folder, vocabulary=run / VOCABULARY_FILE, **options)
         written: dict[str, int] = {graph["file"]: graph["bytes"] for graph in manifest.graphs.values()}
         if aot:

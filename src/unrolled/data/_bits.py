@@ -66,13 +66,8 @@ class BitsDataset(DrawnDataset):
     def _draw_validation(self, rng: np.random.Generator) -> Batch:
         rows = [self._draw(rng, 1) for _ in range(self.val_size)]
         sizes = torch.tensor([row.inputs.shape[1] for row in rows])
-        inputs, targets = (
-            pad_sequence([x[0] for x in of_rows], batch_first=True, padding_value=value)
-            for of_rows, value in (
-                ([row.inputs for row in rows], 0),
-                ([row.targets for row in rows], IGNORED),
-            )
-        )
+        inputs = pad_sequence([row.inputs[0] for row in rows], batch_first=True)
+        targets = pad_sequence([row.targets[0] for row in rows], batch_first=True, padding_value=IGNORED)
         return Batch(inputs, targets, torch.arange(inputs.shape[1]) >= sizes.unsqueeze(1))
 
     @abstractmethod

@@ -77,10 +77,10 @@ def check_parts(name: str, parts: object, count: int) -> None:
 
 def check_targets(
     targets: Tensor, expected: Sequence[int], levels: int, padding: Tensor | None = None
-) -> None:
-    """Raise ValueError unless `targets` is long, of that shape and, on a CPU, in [0, levels) or ignored.
+) -> Tensor:
+    """Return `targets`, ignored at `padding`, a mask of the same shape.
 
-    Targets at `padding`, a mask of the same shape, are ignored too.
+    Raise ValueError unless they are long, of that shape and, on a CPU, in [0, levels) or ignored.
     """
     check_tensor("targets", targets)
     if targets.dtype != torch.long or targets.shape != torch.Size(expected):
@@ -92,3 +92,4 @@ def check_targets(
         if low < 0 or high >= levels:
             classes = f"in [0, {levels}), or {IGNORED} for none"
             raise ValueError(f"targets holds values from {low} to {high}, but they must be {classes}")
+    return targets

@@ -115,7 +115,7 @@ class CTCModel(SavedModel):
             raise wrong_shape("targets", targets, "[B, U]")
         log_probs = self(inputs, key_padding_mask=key_padding_mask)
         frames = self.frames(inputs, key_padding_mask)
-        check_targets(targets, (len(inputs), *targets.shape[1:2]), self.vocab_size)
+        check_targets(targets, (len(inputs), targets.shape[1]), self.vocab_size)
         return ctc_loss(log_probs, targets, frames)
 
     def frames(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:

@@ -55,10 +55,7 @@ class Head(Layer):
 
     def loss(self, hidden: Tensor, targets: Tensor, padding: Tensor | None = None) -> Tensor:
         """Mean -log p(target) in nats of `targets` [...]; -100 and those at `padding` [...] are ignored."""
-        check_targets(targets, hidden.shape[:-1], self.levels, padding)
-        if padding is not None:
-            targets = targets.masked_fill(padding, IGNORED)
-        return self.mean_loss(hidden, targets)
+        return self.mean_loss(hidden, check_targets(targets, hidden.shape[:-1], self.levels, padding))
 
     def mean_loss(self, hidden: Tensor, target: Tensor) -> Tensor:
         """Average `nll` over the targets that are not ignored, which must be valid; 0 if all are ignored."""

@@ -138,9 +138,9 @@ class PerceiverAR(Decoder):
         check_ids("inputs", inputs, self.n_ids, self.embedding.weight)
         hidden = self._latents(inputs, **reading)
         padding = reading.get("key_padding_mask")
-        check_targets(targets, inputs.shape, self.config.vocab_size, padding)
+        targets = check_targets(targets, inputs.shape, self.config.vocab_size, padding)
         if padding is not None:
-            targets = targets.masked_fill(padding, IGNORED).gather(1, _order(padding))
+            targets = targets.gather(1, _order(padding))
         return self.head.loss(hidden, targets[:, targets.shape[1] - hidden.shape[1] :])
 
     def predicted(self, targets: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
@@ -299,13 +299,13 @@ def _have_begun(position: Tensor) -> bool:
         ValueError: some have, and others have not: their first tokens would be latents without a prefix.
     """
     begun = position > 0
-    if not begun.all() and begun.any():
+    if begun.any() and not begun.all():
         row = int((~begun).nonzero()[0])
         raise ValueError(
             f"state has read no token in row {row}, but some in others: a Perceiver AR must read the first "
             "tokens of all rows in one call"
         )
-    return bool(begun.any())
+    return bool(begun.all())
 
 
 def _order(key_padding_mask: Tensor) -> Tensor:

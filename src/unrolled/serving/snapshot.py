@@ -18,7 +18,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from unrolled.decode.program import MOST_POSITIONS
-from unrolled.files import sort_metadata
+from unrolled.files import OF_ODD_HEADERS, sort_metadata
 from unrolled.ops.state import raw_bytes
 
 MOST = MOST_POSITIONS  # tokens of a sequence, and the largest id
@@ -146,7 +146,7 @@ def _tensors(content: bytes) -> dict[str, Tensor]:
     except SafetensorError as error:
         reason = " ".join(str(error).split())[:200]  # the error may quote the file
         raise ValueError(f"the state is not a readable safetensors file: {reason}") from error
-    except (KeyError, TypeError, RuntimeError, OverflowError) as error:  # errors of torch for odd headers
+    except OF_ODD_HEADERS as error:
         raise ValueError("the state has a tensor whose dtype or shape PyTorch cannot hold") from error
     for name, x in tensors.items():
         if x.dtype == torch.bool and x.numel() and int(raw_bytes(x).max()) > 1:

@@ -125,9 +125,7 @@ def train(
         run.go(resumed, outdated=outdated, progress=progress, tensorboard=tensorboard, on_line=on_line)
     model.eval()
     p = state.progress
-    signal = (
-        None if run.is_complete else interrupted.signal
-    )  # a signal during the last checkpoint stops nothing
+    signal = None if run.is_complete else interrupted.signal
     return TrainResult(p.best_val, p.last_val, p.step, p.seconds, signal)
 
 

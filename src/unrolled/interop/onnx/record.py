@@ -77,10 +77,8 @@ class Record:
         The files that an earlier manifest in the folder lists are deleted.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        for path in listed_files(
-            folder
-        ):  # before their manifest, so that a later export can go on after a crash
-            path.unlink(missing_ok=True)
+        for name in listed_files(folder):  # before the manifest, so that an export can go on after a crash
+            (folder / name).unlink(missing_ok=True)
         (folder / FILE_NAME).unlink(missing_ok=True)  # first, so that it never describes other graphs
         for name, content in files.items():
             write_file(folder / name, content)
@@ -154,8 +152,8 @@ def describe_file(path: Path) -> FileEntry:
     return {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
 
 
-def listed_files(folder: Path) -> list[Path]:
-    """Return the files in a folder that its manifest lists; none if it has no manifest or a damaged one."""
+def listed_files(folder: Path) -> list[str]:
+    """Name the files in a folder that its manifest lists; none if it has no manifest or a damaged one."""
     try:
         values = json.loads((folder / FILE_NAME).read_text())
         if values.pop("sha256") != _digest(values):
@@ -164,7 +162,7 @@ def listed_files(folder: Path) -> list[Path]:
         own = [name for name in names if Path(name).name == name]  # not a path to another folder
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return []
-    return [folder / name for name in own if (folder / name).is_file()]
+    return [name for name in own if (folder / name).is_file()]
 
 
 def _digest(values: dict[str, object]) -> str:
