@@ -316,6 +316,23 @@ def test_what_is_pushed_to_a_hub_is_complete(tmp_path, monkeypatch):
     assert pushed == [("book", {}), ("me/x", {"private": True})]
 
 
+def test_a_model_of_the_hub_has_its_documents_and_is_checked(tmp_path):
+    model, commit = make(), 40 * "a"
+    model.model.documents = {"vocabulary.json": {"kind": "ids"}}
+    stored = tmp_path / "models--me--book"  # as the hub's library stores what it has downloaded
+    folder = stored / "snapshots" / commit
+    model.save_pretrained(folder)
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text(commit)
+    fetch = partial(hf.UnrolledForCausalLM.from_pretrained, cache_dir=tmp_path, local_files_only=True)
+    assert fetch("me/book").model.documents == model.model.documents
+    (folder / "vocabulary.json").write_text("{}")
+    with pytest.raises(ValueError, match="changed"):
+        fetch("me/book")
+    with pytest.raises(OSError, match="find them in the cached files"):
+        fetch("me/other")
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

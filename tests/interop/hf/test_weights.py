@@ -338,3 +338,14 @@ def test_what_cannot_be_read_is_refused_in_one_sentence(tmp_path, monkeypatch):
     file.write_bytes(b"broken")
     with pytest.raises(ValueError, match=unreadable):
         import_weights(tmp_path)
+
+
+def test_a_folder_without_the_pooler_is_read(tmp_path):
+    original = hugging_face("Bert", "Model")
+    original.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    rest = {name: x for name, x in weights.items() if not name.startswith("pooler.")}
+    assert len(rest) == len(weights) - 2
+    save_file(rest, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tokens, _ = batch(valid=(20, 20))
+    torch.testing.assert_close(import_weights(tmp_path)(tokens), original(tokens).last_hidden_state)

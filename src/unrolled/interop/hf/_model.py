@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -33,6 +34,7 @@ FOR_HUB = (
     "tags",
 )
 """The arguments of `push_to_hub`."""
+OF_FETCHING = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 FIXED_VOCABULARY = "the vocabulary of a model is fixed: make a model of another vocab_size instead"
 
 
@@ -80,10 +82,10 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         initial weights.
 
         Raises:
-            ValueError: any other tensor is missing, or a file of a local folder is damaged or was changed.
+            ValueError: any other tensor is missing, or a file is damaged or was changed.
         """
         source = pretrained_model_name_or_path
-        local = Path(str(source)) / str(kwargs.get("subfolder", ""))
+        local = _folder(source, kwargs) / str(kwargs.get("subfolder", ""))
         documents = {}
         if (local / CONFIG_FILE).exists():
             UnrolledConfig.from_pretrained(local)  # before the digest, since its error names a missing field
@@ -264,3 +266,14 @@ def n_targets(counted: Count, given: Tensor, kept: Tensor) -> Count:
     if counted is None:
         return None
     return counted * (kept != IGNORED).sum().clamp(min=1) / (given != IGNORED).sum().clamp(min=1)
+
+
+def _folder(source: str | Path | None, options: Mapping[str, Any]) -> Path:
+    """Return the folder `source`, or the one to which the hub's model of that name was downloaded."""
+    if source is None or Path(source).is_dir():
+        return Path(str(source))
+    given = {name: options[name] for name in OF_FETCHING if name in options}
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors"], **given))
+    except Exception:  # `from_pretrained` of transformers says what is wrong
+        return Path(str(source))

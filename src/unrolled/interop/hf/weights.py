@@ -94,7 +94,8 @@ def _load(source: str | Path) -> object:
     read = getattr(transformers, named).from_pretrained
     model: object
     model, found = _attempt(source, lambda: read(str(source), use_safetensors=True, output_loading_info=True))
-    if missing := sorted(found["missing_keys"]):  # transformers would initialise them at random
+    # Transformers would initialise them at random. The pooler of a `...Model` is not copied.
+    if missing := sorted(name for name in found["missing_keys"] if not name.startswith("pooler.")):
         raise ValueError(f"{source} lacks {len(missing)} tensors of a {named}, the first is {missing[0]!r}")
     return model
 
