@@ -120,3 +120,9 @@ def test_an_error_leaves_the_model_as_it_was(steps):
         model.generate(prompts(), past_key_values=cache, max_new_tokens=N, stopping_criteria=[fail])
     assert isinstance(cache.only.state, DecoderState)
     assert torch.equal(*(model.generate(prompts(), max_new_tokens=5, do_sample=False) for _ in range(2)))
+
+
+def test_a_compiled_model_has_no_graph_breaks():
+    model = make()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(prompts()).logits, model(prompts()).logits)

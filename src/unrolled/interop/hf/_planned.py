@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import Lock
 
 from unrolled.contract import UnsupportedError
 from unrolled.decode import Plan, PlanState, plan, unasked
@@ -56,23 +57,30 @@ def _drops(model: Decoder) -> bool:
 
 
 _current: ContextVar[Generation | None] = ContextVar("generation", default=None)
+_lock = Lock()
+_open = 0  # calls in all threads; a plain number, so that torch.compile can see that there is none
 
 
 @contextmanager
 def generation(model: Decoder, weights: Weights | None, cache: StateCache | None) -> Iterator[Generation]:
     """Let a plan read tokens inside the block, in this thread; at its end, convert the cache's state back."""
+    global _open
     made = Generation(model, weights)
     token = _current.set(made)
+    with _lock:
+        _open += 1
     try:
         yield made
     finally:
+        with _lock:
+            _open -= 1
         _current.reset(token)
         made.finish(cache)
 
 
 def current(model: Decoder) -> Generation | None:
     """Return the call of `generate` of this model in this thread, if there is one."""
-    made = _current.get()
+    made = _current.get() if _open else None  # which torch.compile cannot read
     return None if made is None or made.model is not model else made
 
 
