@@ -76,7 +76,7 @@ def write_mechanisms() -> None:
     write(
         MECHANISMS / "index.md",
         "Mechanisms",
-        "One file or folder each. Choose one by its name, with `unrolled.attention.load` or in a model's config.",
+        "One file or folder each. Choose one by its name, with `unrolled.attention.load` or in a config.",
         markdown_table(link="{}.md"),
         "The columns are explained in [The contract](../guide/contract.md#what-a-mechanism-declares).",
         "## Shared by all",

@@ -1,5 +1,7 @@
 """/v1/completions: what is answered, whole and in streams."""
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +12,10 @@ from serving.fakes import FakeEngine, FakeStates, greedy, served, text_of
 
 from unrolled.data import Vocabulary
 from unrolled.decode.request import random_keys
+from unrolled.serving.choices import CompletionLogprobs
+from unrolled.serving.jobs import TokenLogprob
 from unrolled.serving.protocol.completions import CompletionRequest
+from unrolled.serving.routes import continuing
 from unrolled.serving.text import VocabularyText
 
 
@@ -75,6 +80,56 @@ def test_offsets_count_the_signs_for_broken_characters() -> None:
     assert found["logprobs"]["text_offset"] == [0, 1, 2, 3, 4, 5, 5, 6, 7, 7]
 
 
+@pytest.mark.parametrize(("script", "offsets"), [(b"\xe2\xe2V", [1, 2, 3]), (b"\xc3\xc3\xa9A", [1, 2, 2, 3])])
+def test_offsets_where_a_character_begins_within_another(script: bytes, offsets: list[int]) -> None:
+    http = client(served(FakeEngine(script=[*script])))
+    found = post(http, prompt="x", logprobs=0, max_tokens=len(script))["choices"][0]
+    assert found["text"] == script.decode(errors="replace")
+    assert found["logprobs"]["text_offset"] == offsets
+
+
+def test_of_tokens_with_equal_texts_the_most_likely_one_is_told() -> None:
+    told = CompletionLogprobs(Doubled(Vocabulary("text")), [], [], 0)
+    found = told.of([65], [TokenLogprob(65, -2.0, [(97, -0.5), (98, -1.0), (65, -2.0)])])
+    assert found["top_logprobs"] == [{"a": -0.5, "b": -1.0}]
+
+
+class Doubled(VocabularyText):
+    """Capitals have the texts of small letters."""
+
+    def piece(self, id: int) -> str:
+        return super().piece(id).lower()
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_long_requests_are_read_in_threads_with_the_same_answers(
+    logprobs: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": [[*b"ab\xc3"], [*b"c"]], "echo": True, "logprobs": logprobs, "max_tokens": 2, "seed": 1}
+    expected, threads = post(client(), **body)["choices"], list[int]()
+    run = asyncio.to_thread
+
+    async def noted(call: Callable[..., Any], *args: Any) -> Any:
+        threads.append(1)
+        return await run(call, *args)
+
+    monkeypatch.setattr(continuing, "LONG", 2)
+    monkeypatch.setattr(asyncio, "to_thread", noted)
+    assert post(client(), **body)["choices"] == expected
+    assert len(threads) == 2 + (logprobs is not None)
+    threads.clear()
+    post(client(), prompt=["ab", "c"], max_tokens=1)  # their total length counts
+    assert len(threads) == 2
+
+
+def test_a_long_prompt_does_not_shorten_the_answers_to_others() -> None:
+    http = client(served(n_positions=20))
+    found = post(http, prompt=[[65] * 18, [66]])
+    assert found["usage"]["completion_tokens"] == 3 + 16
+    asked = {"model": "book", "prompt": [[66], [65] * 18], "max_tokens": 4}
+    assert "18 tokens and 4 more" in error(http.post("/v1/completions", json=asked), 400)["message"]
+
+
 def test_the_offsets_of_a_prompt_after_a_state_begin_at_0() -> None:
     http = client()
     state = post(http, prompt="ab", keep=True, max_tokens=1)["state"]
@@ -110,18 +165,34 @@ def test_end_symbols_end_a_text_and_have_no_place_in_it() -> None:
     assert (choice["text"], choice["finish_reason"]) == ("one\0two", "length")
 
 
+@pytest.mark.parametrize("block", [1, 2, 3, 6])
 @pytest.mark.parametrize(
     ("stop", "text", "finish"),
-    [("7", " 35 28 74 8", "stop"), (["5", "28 74"], " 35", "stop"), ("4", " 35 28 74 8 7 36", "length")],
+    [
+        ("7", " 35 28 74 8", "stop"),
+        (["5", "28 74"], " 35", "stop"),
+        (["35 28 8", "28 74 8 7", "8 8"], " 35", "stop"),
+        (["4", "7 36 1", "74 8 36"], " 35 28 74 8 7 36", "length"),
+    ],
 )
-def test_a_stop_of_plain_numbers_is_whole_numbers(stop: str | list[str], text: str, finish: str) -> None:
+def test_a_stop_of_plain_numbers_is_whole_numbers(
+    stop: str | list[str], text: str, finish: str, block: int
+) -> None:
     numbers = VocabularyText(Vocabulary("ids"))
-    http = client(served(FakeEngine(script=[35, 28, 74, 8, 7, 36]), text=numbers))
+    http = client(served(FakeEngine(script=[35, 28, 74, 8, 7, 36], block=block), text=numbers))
     [choice] = post(http, prompt="1 2", max_tokens=6, stop=stop)["choices"]
     assert (choice["text"], choice["finish_reason"]) == (text, finish)
 
 
-@pytest.mark.parametrize(("stop", "message"), [("x", "stop: "), (" ", "stop is ' ', but must hold numbers")])
+@pytest.mark.parametrize(
+    ("stop", "message"),
+    [
+        ("x", "stop: "),
+        (" ", "stop is ' ', but must hold numbers"),
+        ("1 256", "stop holds the id 256"),
+        (str(2**64), "stop holds the id 18446744073709551616"),
+    ],
+)
 def test_a_stop_of_plain_numbers_holds_nothing_else(stop: str, message: str) -> None:
     http = client(served(text=VocabularyText(Vocabulary("ids"))))
     answer = http.post("/v1/completions", json={"model": "book", "prompt": "1 2", "stop": stop})

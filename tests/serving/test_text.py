@@ -274,6 +274,24 @@ def test_pieces_tell_parts_of_characters_apart(text: Text) -> None:
     assert len({text.piece(id) for id in ids}) == len(ids) == 3
 
 
+@pytest.mark.parametrize("kind", ["bytes", "pairs", "run", "llama"])
+def test_the_bytes_of_pieces_are_those_of_the_text(kind: str, folder: Path, tmp_path: Path) -> None:
+    made: Text
+    if kind == "run":
+        tokenizer = TextTokenizer.learn(["það er ð í ð"] * 5, 262)
+        made = TokenizerText(tmp_path, Vocabulary("tokenizer", tokenizer=tokenizer.to_json()))
+    elif kind == "llama":
+        TOKENIZERS["bytes"].save(str(tmp_path / "tokenizer.json"))
+        made = TokenizerText(tmp_path)
+    else:
+        made = BYTES if kind == "bytes" else TokenizerText(folder)
+    given_text = "world €ð😀"
+    ids = made.encode(given_text, within=True)
+    assert bytes(x for id in ids for x in made.piece_bytes(id) or ()).strip().decode() == given_text
+    broken = [made.piece(id) for id in made.encode("😀", within=True)]
+    assert broken[-4:] == ["bytes:\\xf0", "bytes:\\x9f", "bytes:\\x98", "bytes:\\x80"]
+
+
 def test_a_tokenizer_of_hugging_face(folder: Path) -> None:
     text = TokenizerText(folder)
     assert text.ends == [[0], [5]]

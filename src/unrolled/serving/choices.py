@@ -31,6 +31,7 @@ class Choice:
     ) -> None:
         self._read, self._finder = text.reader(before, held), StopFinder(stops)
         self._ends, self._keep = ends, keep
+        self._begun: list[int] = []  # the last tokens, if they may be the beginning of an end
 
     @property
     def held(self) -> list[int]:
@@ -39,10 +40,14 @@ class Choice:
 
     def take(self, drawn: Drawn) -> str:
         """Return the text that is certain after the next block."""
-        tokens, final = drawn.tokens, drawn.finish is not None
+        tokens, final = [*self._begun, *drawn.tokens], drawn.finish is not None
+        hidden = 0  # number of the last tokens that do not belong to the text, or not yet
         if drawn.finish == "stop":
-            end = next((x for x in self._ends if tokens[-len(x) :] == x), [])
-            tokens = tokens[: len(tokens) - len(end)]
+            hidden = next((len(x) for x in self._ends if tokens[-len(x) :] == x), 0)
+        elif not final:
+            begun = (n for x in self._ends for n in range(1, len(x)) if tokens[-n:] == x[:n])
+            hidden = max(begun, default=0)
+        tokens, self._begun = tokens[: len(tokens) - hidden], tokens[len(tokens) - hidden :]
         goes_on = self._keep and drawn.finish == "length"
         told = self._finder.feed(self._read(tokens, final and not goes_on))
         return told + self._finder.rest() if final and not self._finder.found else told
@@ -68,8 +73,9 @@ class CompletionLogprobs:
         for token in tokens:
             read = self._read([token])
             broken = len(read) - len(read.lstrip(BROKEN)) if self._held else 0  # of tokens before this one
-            offsets.append(self._offset + min(broken, max(len(read) - 1, 0)))
-            self._held = not read
+            self._held = bool(self._read.held)
+            own = not self._held and bool(read)  # whether the last character is of this token
+            offsets.append(self._offset + min(broken, len(read) - own))
             self._offset += len(read)
         piece = self._text.piece
         return {
@@ -81,7 +87,10 @@ class CompletionLogprobs:
 
     def _top(self, found: TokenLogprob) -> dict[str, float]:
         """Return the most likely tokens, and also the token of the text if it is not one of them."""
-        return {self._text.piece(id): logprob for id, logprob in [*found.top, (found.token, found.logprob)]}
+        named: dict[str, float] = {}
+        for id, logprob in [*found.top, (found.token, found.logprob)]:
+            named.setdefault(self._text.piece(id), logprob)  # of tokens with equal texts, the most likely one
+        return named
 
 
 def chat_logprobs(text: Text, found: Sequence[TokenLogprob]) -> dict[str, Any]:

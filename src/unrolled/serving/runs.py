@@ -21,7 +21,6 @@ class Asked:
 
     Attributes:
         state: the state that all prompts follow.
-        limit: maximum number of new tokens of each continuation.
         sampling: how tokens are drawn.
         seed: seed of the random streams; None for a seed from the system.
         n: number of continuations of each prompt.
@@ -35,7 +34,6 @@ class Asked:
     """
 
     state: Snapshot | None
-    limit: int
     sampling: Sampling
     seed: int | None
     n: int
@@ -55,6 +53,7 @@ class Runs:
         service: stores states, and has the metrics.
         served: the model.
         prompts: for each prompt, the tokens to read after the state.
+        limits: for each prompt, the maximum number of new tokens of a continuation.
         asked: the options of the request.
         record: the record of the request, where tokens are counted.
 
@@ -68,7 +67,13 @@ class Runs:
     """
 
     def __init__(
-        self, service: Service, served: Served, prompts: Sequence[list[int]], asked: Asked, record: Record
+        self,
+        service: Service,
+        served: Served,
+        prompts: Sequence[list[int]],
+        limits: Sequence[int],
+        asked: Asked,
+        record: Record,
     ) -> None:
         self.asked, self.count = asked, len(prompts) * asked.n
         length, last = (0, []) if asked.state is None else (asked.state.length, [asked.state.pending])
@@ -80,11 +85,11 @@ class Runs:
         record.read = self._read
         seed = None if asked.seed is None else asked.seed % 2**63
         keys = random_keys(seed, len(prompts), asked.n).tolist()
-        for number, tokens in enumerate(prompts):
+        for number, (tokens, limit) in enumerate(zip(prompts, limits, strict=True)):
             job = Job(
                 tokens=tokens,
                 state=asked.state,
-                limit=asked.limit,
+                limit=limit,
                 sampling=asked.sampling,
                 keys=keys[number * asked.n : (number + 1) * asked.n],
                 stops=asked.stops,

@@ -2,11 +2,13 @@
 
 import codecs
 import json
+import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from unrolled.data import VOCABULARY_FILE, TokenTexts, Vocabulary
+from unrolled.data import VOCABULARY_FILE, TokenTexts, Vocabulary, byte_letters
 from unrolled.extras import how_to_install
 from unrolled.serving.snapshot import MOST_HELD
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 TEMPLATE_FILE = "chat_template.jinja"
 BROKEN = "\ufffd"
+BYTE = re.compile("<0x([0-9A-F]{2})>")  # names of tokens that are bytes, in tokenizers of the Llama type
 _BYTES = [bytes([id]) for id in range(256)]
 BEFORE = ("\n", ".")  # texts that tokenizers hardly ever join to the next text
 
@@ -77,7 +80,7 @@ class Text(Protocol):
         """
 
     def piece(self, id: int) -> str:
-        """Return the text of one token; for a part of a character, a name that no other token has."""
+        """Return the text of one token; `bytes:\\xc3` or another unique name for a part of a character."""
 
     def piece_bytes(self, id: int) -> list[int] | None:
         """Return the bytes of one token; None if they are unknown."""
@@ -119,7 +122,7 @@ class VocabularyText:
     def piece(self, id: int) -> str:
         """Return the character of an id, ` 17` for a number, or `bytes:\\xc3` for a part of a character."""
         if self._bytes:
-            return chr(id) if id < 128 else f"bytes:\\x{id:02x}"
+            return chr(id) if id < 128 else _named([id])
         return self._vocabulary.reader()(id)
 
     def piece_bytes(self, id: int) -> list[int] | None:
@@ -148,6 +151,7 @@ class TokenizerText:
         self._vocabulary, self.of_numbers = vocabulary, False
         self._contents = None if vocabulary is None else vocabulary.text_tokenizer.contents
         self._texts = TokenTexts(self._tokenizer)
+        self._described = cache(self._describe)
         config = _json(folder / "tokenizer_config.json")
         named = {name: _content(value) for name, value in config.items() if name.endswith("_token")}
         self.special_tokens = {name: value for name, value in named.items() if value is not None}
@@ -199,19 +203,33 @@ class TokenizerText:
         return self._texts.reader(before, held)
 
     def piece(self, id: int) -> str:
-        """Return the text of one token; for a special token or a part of a character, its name."""
-        name: str | None = self._tokenizer.id_to_token(id)
-        if name is None:
-            return f"token:{id}"
-        text = self._texts.within(id) if self._texts.visible(id) else ""
-        return name if BROKEN in text or not text else text
+        """Return the text of a token, the name of a special one, `bytes:\\xc3` for a part of a character."""
+        return self._described(id)[0]
 
     def piece_bytes(self, id: int) -> list[int] | None:
-        """Return the bytes of one token; None for a part of a character."""
+        """Return the bytes of one token; None for a part of a character whose bytes are unknown."""
+        return self._described(id)[1]
+
+    def _describe(self, id: int) -> tuple[str, list[int] | None]:
+        name: str | None = self._tokenizer.id_to_token(id)
+        if name is None:
+            return f"token:{id}", []
         if id in self._texts.special:
-            return list(self.piece(id).encode())
+            return name, list(name.encode())
         text = self._texts.within(id)
-        return None if BROKEN in text else list(text.encode())
+        if BROKEN not in text:
+            return text or name, list(text.encode())
+        found = self._bytes_of(id, name)
+        return (name, None) if found is None else (_named(found), found)
+
+    def _bytes_of(self, id: int, name: str) -> list[int] | None:
+        """Return the bytes of a part of a character, if the kind of tokenizer tells them."""
+        if self._contents is not None:
+            return list(self._contents[id])
+        if match := BYTE.fullmatch(name):
+            return [int(match[1], 16)]
+        letters = byte_letters()
+        return [letters[x] for x in name] if letters.keys() >= {*name} else None
 
 
 class _BytesReader:
@@ -232,6 +250,11 @@ class _BytesReader:
             told.append(self._utf8.decode(b"", final))
             self.held = []
         return "".join(told)
+
+
+def _named(found: Sequence[int]) -> str:
+    """Name the bytes of a part of a character as OpenAI does, in `bytes:\\xc3`."""
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
 
 class _EachReader:

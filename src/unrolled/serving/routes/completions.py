@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,7 +16,7 @@ from unrolled.serving.model import Served
 from unrolled.serving.protocol.answers import Completion, answers
 from unrolled.serving.protocol.completions import DEFAULT_TOKENS, CompletionRequest, choice
 from unrolled.serving.protocol.errors import invalid
-from unrolled.serving.routes.continuing import Continuing, encode, state_of
+from unrolled.serving.routes.continuing import Continuing, aside, check_ids, encode, state_of
 from unrolled.serving.service import service_of
 from unrolled.serving.streams import Chunks, stream
 
@@ -34,8 +35,17 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
             f"prompt holds {len(body.prompts)}, but at most {MOST_PROMPTS} are taken at once", "prompt"
         )
     state = await state_of(request, body, served)
+    size = sum(map(len, body.prompts))
     prompts = [
-        await encode(served.text, x, "prompt", state) if isinstance(x, str) else x for x in body.prompts
+        await encode(served.text, x, "prompt", state, size=size)
+        if isinstance(x, str)
+        else check_ids(x, served.vocab_size, "prompt")
+        for x in body.prompts
+    ]
+    before = [] if state is None else [state.pending]
+    texts = [
+        x if isinstance(x, str) else await aside(size, partial(served.text.reader(before), x, final=True))
+        for x in body.prompts
     ]
     continuing = Continuing.start(
         request,
@@ -49,33 +59,32 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
         logprobs=body.logprobs,
         prompt_logprobs=bool(body.echo) and body.logprobs is not None,
     )
-    completion = _Completion(served, body, prompts, continuing)
+    completion = _Completion(served, body, prompts, texts, continuing)
     if body.stream:
         return await stream(request, completion.chunks())
     return JSONResponse(await unless_gone(request, completion.whole()))
 
 
 class _Completion:
-    """The answer to one request, as chunks or as a whole."""
+    """The answer to one request, as chunks or as a whole; `texts` are those of the prompts."""
 
     def __init__(
-        self, served: Served, body: CompletionRequest, prompts: list[list[int]], continuing: Continuing
+        self,
+        served: Served,
+        body: CompletionRequest,
+        prompts: list[list[int]],
+        texts: list[str],
+        continuing: Continuing,
     ) -> None:
-        self._body, self._prompts, self._continuing = body, prompts, continuing
+        self._body, self._prompts, self._texts, self._continuing = body, prompts, texts, continuing
         self._n, self._text = body.n or 1, continuing.text
         self._before = [
             before[: len(before) - len(prompt)]
             for before, prompt in zip(continuing.runs.before, prompts, strict=True)
         ]
-        self._echoed = [
-            given if isinstance(given, str) else self._text.reader(before)(given, final=True)
-            for given, before in zip(body.prompts, self._before, strict=True)
-        ]
         self._logprobs = [
-            CompletionLogprobs(self._text, before, held, len(echoed))
-            for before, held, echoed in zip(
-                continuing.runs.before, continuing.runs.held, self._echoed, strict=True
-            )
+            CompletionLogprobs(self._text, before, held, len(text))
+            for before, held, text in zip(continuing.runs.before, continuing.runs.held, texts, strict=True)
             for _ in range(self._n)
         ]
         self._about = {
@@ -121,12 +130,13 @@ class _Completion:
                 if piece.text or logprobs or piece.finish:
                     yield choice(piece.index, piece.text, logprobs, piece.finish, piece.state)
             elif self._body.echo:
-                yield self._echo(piece.index, piece.prompted)
+                yield await self._echo(piece.index, piece.prompted)
 
-    def _echo(self, index: int, prompted: Prompted) -> dict[str, Any]:
+    async def _echo(self, index: int, prompted: Prompted) -> dict[str, Any]:
         prompt, logprobs = self._prompts[index // self._n], None
         if prompted.logprobs is not None:
             known = prompted.logprobs[len(prompted.logprobs) - len(prompt) :]  # without the start symbol
             before = self._before[index // self._n]
-            logprobs = CompletionLogprobs(self._text, before, (), 0).of(prompt, known)
-        return choice(index, self._echoed[index // self._n], logprobs, None, None)
+            of = CompletionLogprobs(self._text, before, (), 0).of
+            logprobs = await aside(len(prompt), partial(of, prompt, known))
+        return choice(index, self._texts[index // self._n], logprobs, None, None)

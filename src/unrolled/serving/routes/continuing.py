@@ -1,10 +1,10 @@
 """Code that completions and chat share, from a request and its prompts to running jobs."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -20,7 +20,8 @@ from unrolled.serving.snapshot import Snapshot
 from unrolled.serving.stops import Watch
 from unrolled.serving.text import Text
 
-LONG = 10_000  # characters; a longer text is encoded in a thread, so that other requests do not wait
+LONG = 10_000  # characters or tokens
+T = TypeVar("T")
 
 
 async def state_of(request: Request, body: TextContinuation, served: Served) -> Snapshot | None:
@@ -32,13 +33,18 @@ async def state_of(request: Request, body: TextContinuation, served: Served) -> 
     return None if body.state is None else await service_of(request).snapshot(body.state, served)
 
 
+async def aside(size: int, call: Callable[[], T]) -> T:
+    """Call in a thread if `size`, in characters or tokens, is large, so that other requests do not wait."""
+    return await asyncio.to_thread(call) if size > LONG else call()
+
+
 async def encode(
-    text: Text, given: str, param: str, state: Snapshot | None = None, *, special: bool = False
+    text: Text, given: str, param: str, state: Snapshot | None = None, *, special: bool = False, size: int = 0
 ) -> list[int]:
     """Return the ids of a text that is read from the start, or after a state; see `Text.encode`.
 
     If the state ends in a token that ends texts, such as that of a turn in a chat, and the text begins with
-    this token, it is not read again.
+    this token, it is not read again. `size` is the number of characters of all texts of the request.
 
     Raises:
         ApiError: the text has a character outside the vocabulary.
@@ -46,7 +52,7 @@ async def encode(
     ended = state is not None and [state.pending] in text.ends
     encoded = partial(text.encode, given, special=special, within=state is not None and not ended)
     try:
-        ids = await asyncio.to_thread(encoded) if len(given) > LONG else encoded()
+        ids = await aside(max(size, len(given)), encoded)
     except ValueError as error:
         raise invalid(f"{param}: {error}", param) from None
     if state is not None and ended and special and state.pending in ids:
@@ -68,11 +74,11 @@ def check_ids(ids: list[int], vocab_size: int, param: str) -> list[int]:
     return ids
 
 
-def stops_of(text: Text, body: TextContinuation) -> tuple[list[list[int]], list[str]]:
+def stops_of(text: Text, body: TextContinuation, vocab_size: int) -> tuple[list[list[int]], list[str]]:
     """Return what ends a continuation: sequences of ids, and texts.
 
     Raises:
-        ApiError: the vocabulary holds plain numbers, and a stop text holds something else.
+        ApiError: the vocabulary holds plain numbers, and a stop text holds something else or other numbers.
     """
     ids = [] if body.ignore_eos else text.ends
     if not text.of_numbers:
@@ -80,7 +86,7 @@ def stops_of(text: Text, body: TextContinuation) -> tuple[list[list[int]], list[
     numbers = []
     for stop in body.stops:  # "7" must not end a continuation at 74
         try:
-            numbers.append(text.encode(stop))
+            numbers.append(check_ids(text.encode(stop), vocab_size, "stop"))
         except ValueError as error:
             raise invalid(f"stop: {error}", "stop") from None
         if not numbers[-1]:
@@ -174,12 +180,11 @@ class Continuing:
                 raise invalid(
                     f"{param} is empty, but the model has no start symbol and there is no state", param
                 )
-        longest = max(map(len, prompts)) + (0 if state is None else state.length)
-        limit = room(served, longest, body.limit, default, param)
-        ends, stops = stops_of(text, body)
+        known = 0 if state is None else state.length
+        limits = [room(served, known + len(ids), body.limit, default, param) for ids in prompts]
+        ends, stops = stops_of(text, body, served.vocab_size)
         asked = Asked(
             state=state,
-            limit=limit,
             sampling=body.sampling(),
             seed=body.seed,
             n=n,
@@ -189,7 +194,7 @@ class Continuing:
             prompt_logprobs=prompt_logprobs,
             keep=bool(body.keep),
         )
-        runs = Runs(service, served, prompts, asked, record_of(request))
+        runs = Runs(service, served, prompts, limits, asked, record_of(request))
         return cls(text, runs, stops, tells_usage=body.continuous_usage)
 
     async def pieces(self) -> AsyncIterator[Piece]:

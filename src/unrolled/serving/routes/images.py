@@ -40,7 +40,6 @@ async def complete_image(body: ImageRequest, request: Request) -> Response:
     known = len(pixels) + (0 if state is None else state.length - int(served.start_token))
     asked = Asked(
         state=state,
-        limit=_left(served.shape, known, body.rows),
         sampling=body.sampling(),
         seed=body.seed,
         n=body.n or 1,
@@ -50,7 +49,8 @@ async def complete_image(body: ImageRequest, request: Request) -> Response:
         prompt_logprobs=False,
         keep=bool(body.keep),
     )
-    runs = Runs(service, served, [start + pixels], asked, record_of(request))
+    limit = _left(served.shape, known, body.rows)
+    runs = Runs(service, served, [start + pixels], [limit], asked, record_of(request))
     drawing = _Drawing(served, body, pixels, runs)
     if body.stream:
         return await stream(request, drawing.chunks())
