@@ -27,7 +27,7 @@ from unrolled.recurrent._torch import run
 
 
 class GRUState(NamedTuple):
-    """The state of what was read, `h [B,hidden_size]`."""
+    """The state after the last token, `h [B,hidden_size]`."""
 
     h: Tensor
 

@@ -2,9 +2,9 @@ r"""Kronecker recurrent units: a complex state and a recurrent matrix that is a 
 
     h_t = phi(U h_{t-1} + V x_t + b)        U = W_0 (x) ... (x) W_{F-1}        phi(z) = tanh(|z|) z / |z|
 
-The N = hidden_size / 2 units are complex, and so are U, V and b. The reason is that real orthogonal matrices
-form two components that no path joins (determinant 1 and -1), and unitary matrices a single one. phi keeps
-the phase, is bounded, and is tanh for real numbers. The factors are initially unitary, and so is U;
+The N = hidden_size / 2 units are complex, and so are U, V and b: real orthogonal matrices form two separate
+sets (determinant 1 and -1), and training could not move from one to the other; unitary matrices form one. phi
+keeps the phase, is bounded, and is tanh for real numbers. The factors are initially unitary, and so is U;
 `unitary_penalty` keeps them close to unitary.
 
 Jose et al. 2017, "Kronecker Recurrent Units", arXiv 1705.10142.
@@ -14,7 +14,7 @@ Cost, with factors n_f x n_f: time O(T N sum_f n_f) for U, and O(T N P) for V x_
 token time O(N (sum_f n_f + P)), state 2 N numbers: the parameters no longer grow with the state.
 Cannot: run in parallel over the sequence, except for V x_t; run in half precision, which has no complex
 numbers (U and the state are then fp32).
-Equals softmax attention: never. With one factor and nothing imaginary it is `torch.nn.RNN`.
+Equals softmax attention: never. With one factor and real numbers it is `torch.nn.RNN`.
 """
 
 from collections.abc import Sequence

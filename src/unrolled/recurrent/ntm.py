@@ -82,7 +82,7 @@ def interpolate(found: Tensor, before: Tensor, gate: Tensor) -> Tensor:
 def shift(weights: Tensor, moves: Tensor) -> Tensor:
     """Shift `weights [B,H,N]` cyclically by the distribution `moves [B,H,2R+1]` (eq. 8).
 
-    Entry k of `moves` is the share that moves by k - R rows: the first by -R, the last from row i to i + R.
+    Entry k of `moves` is the share that moves by k - R rows: the first by -R, the last by R.
     """
     n, reach = weights.shape[-1], moves.shape[-1] // 2
     if reach == 0:

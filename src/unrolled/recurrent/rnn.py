@@ -21,7 +21,7 @@ from unrolled.recurrent._torch import run
 
 
 class RNNState(NamedTuple):
-    """The state of what was read, `h [B,hidden_size]`."""
+    """The state after the last token, `h [B,hidden_size]`."""
 
     h: Tensor
 
