@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Computes = Callable[..., Sequence[Tensor]]
-# The library of each operator. An operator ends with its library, so a reload of this module keeps them all.
+# The library of each operator. An operator is removed with its library, so a reload keeps them all.
 _LIBRARIES: dict[str, torch.library.Library] = globals().get("_LIBRARIES", {})
 
 
