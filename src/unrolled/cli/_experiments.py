@@ -126,7 +126,7 @@ def _check_same(
     if differs := _difference(run, figures, known_by):
         raise ValueError(
             f"{run.run_dir} holds a run with another {differs} than {experiment.name} has now: remove it, or "
-            "choose another folder by --out"
+            "choose another folder with --out"
         )
 
 

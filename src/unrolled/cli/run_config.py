@@ -143,8 +143,8 @@ def read(path: Path | None, overrides: Sequence[str], data_dir: Path | None = No
     after all others.
 
     Raises:
-        ValueError: the file is no YAML mapping, or an override has no `=` or sets a part of a value that is
-            not a section.
+        ValueError: the file is not a YAML mapping, or an override has no `=` or sets a part of a value that
+            is not a section.
     """
     values: dict[str, Any] = {} if path is None else _parse(read_text(path), str(path)) or {}
     if not isinstance(values, dict):

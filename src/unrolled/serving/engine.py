@@ -205,7 +205,7 @@ class Engine:
         """Wait for something to do; return False if the engine is to end."""
         with self._changed:
             if self._writing.active and self._writing.waits and not self._reading:
-                self._changed.wait(BLOCK_SECONDS)  # nobody tells when a client has taken events: look again
+                self._changed.wait(BLOCK_SECONDS)  # nothing signals that a client took events: look again
             while not (self._waiting or self._running or self._draining or self._closed):
                 self._changed.wait()
             return not self._closed and bool(self._waiting or self._running or not self._draining)
