@@ -259,7 +259,7 @@ class LongformerAttention(SlidingWindow[Globals]):
 
     def _global_heads(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project the global tokens to queries `[B,g,H,D]`, and all tokens to keys and values."""
-        assert self.global_proj is not None  # or there are no global tokens
+        assert self.global_proj is not None  # otherwise there are no global tokens
         (B, T, _), g = x.shape, places.shape[1]
         widths = [self.widths[0], sum(self.widths[1:])]
         q = linear_part(self.global_proj, widths, 0, _tokens_at(places, x))

@@ -70,7 +70,7 @@ class RfaSums(NamedTuple):
 
 
 class RfaState(NamedTuple):
-    """The sums of `RfaSums`, the number of tokens seen `[B]`, and that of redraws `[B]`."""
+    """The sums of `RfaSums`, the number of tokens seen `[B]`, and the number of redraws `[B]`."""
 
     kv: Tensor
     k_sum: Tensor
@@ -276,7 +276,7 @@ class RfaMap(nn.Module):
         with without_autocast(x.device):
             x = x.to(accumulation_dtype(x.dtype))
             scale = self.scale.to(x.dtype).repeat_interleave(x.shape[-2] // len(self.scale), 0)
-            zero = (x == 0).all(-1, keepdim=True)  # whose norm has no second derivative
+            zero = (x == 0).all(-1, keepdim=True)  # the norm of zeros has no second derivative
             x = torch.where(zero, 1, x)
             x = x / x.detach().abs().amax(-1, keepdim=True)  # else the square of a small number would be 0
             x = torch.where(zero, 0, x / x.norm(dim=-1, keepdim=True)) * scale

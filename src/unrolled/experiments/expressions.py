@@ -24,7 +24,7 @@ MEASURES = (
 
 
 def _quotient(x: float, y: float) -> float:
-    return x / y if y else math.nan  # which no comparison holds for
+    return x / y if y else math.nan  # no comparison with NaN holds
 
 
 BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {

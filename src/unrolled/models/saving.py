@@ -34,7 +34,7 @@ class SavedModel(nn.Module):
 
     model_name: ClassVar[str]
     config_type: ClassVar[type[Any]]  # a ModelConfig whose fields are JSON-serialisable
-    loss_unit: ClassVar[str | None] = None  # unit of its loss; None for that of its task
+    loss_unit: ClassVar[str | None] = None  # unit of its loss; None for the unit of its task
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -105,7 +105,7 @@ class LinearAttentionCell(RecurrentLayer[LinearAttentionState]):
 
 
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Apply a layer in the dtype of x, that of the state."""
+    """Apply a layer in the dtype of x, which is the state's."""
     return F.linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))
 
 

@@ -15,7 +15,7 @@ class Settings:
         host: address to listen at.
         port: TCP port; 0 takes a free port.
         keys: secret keys, one of which a client must send; if there are none, any client may send requests.
-        rate: maximum rate of requests of a client, such as "600/minute"; None is no limit.
+        rate: maximum rate of requests of a client, such as "600/minute"; None for no limit.
         origin: a web page on another server that may send requests, such as "https://example.org".
         timeout: maximum time of a request, in seconds.
         drain: seconds in which running requests must end once the server stops.

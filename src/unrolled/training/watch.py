@@ -51,7 +51,7 @@ def watched(state: TrainState) -> Iterator[Taken]:
             if x.requires_grad:
                 hook = x.register_post_accumulate_grad_hook(forget)  # type: ignore[no-untyped-call]
                 stack.callback(hook.remove)
-        for optimizer in state.optimizers:  # before their steps, whose temporary tensors are no activations
+        for optimizer in state.optimizers:  # before their steps, whose temporary tensors are not activations
             stack.callback(optimizer.register_step_pre_hook(passes_are_over).remove)
         if dist.is_available():
             stack.enter_context(sent)
