@@ -2,9 +2,9 @@ r"""Kronecker recurrent units: a complex state and a recurrent matrix that is a 
 
     h_t = phi(U h_{t-1} + V x_t + b)        U = W_0 (x) ... (x) W_{F-1}        phi(z) = tanh(|z|) z / |z|
 
-The N = hidden_size / 2 units are complex, and so are U, V and b: real orthogonal matrices form two separate
-sets (determinant 1 and -1), and training could not move from one to the other; unitary matrices form one. phi
-keeps the phase, is bounded, and is tanh for real numbers. The factors are initially unitary, and so is U;
+The N = hidden_size / 2 units are complex, and so are U, V and b. Real orthogonal matrices form two separate
+sets (determinant 1 and -1), and training cannot move from one to the other. Unitary matrices form one set.
+phi keeps the phase, is bounded, and is tanh for real numbers. The factors are initially unitary, and so is U;
 `unitary_penalty` keeps them close to unitary.
 
 Jose et al. 2017, "Kronecker Recurrent Units", arXiv 1705.10142.
@@ -98,7 +98,7 @@ def _advance(factors: list[Tensor], inputs: Tensor, state: KroneckerState) -> tu
     Uh = matvec(factors, h.unsqueeze(0))[0]
     z = inputs + torch.cat([Uh.real, Uh.imag], -1)
     real, imag = z.chunk(2, -1)
-    modulus = (real.square() + imag.square() + 1e-12).sqrt()  # the square root has no gradient at 0
+    modulus = (real.square() + imag.square() + 1e-12).sqrt()  # the gradient of sqrt at 0 is infinite
     h = z * (torch.tanh(modulus) / modulus).repeat(1, 2)
     return h, KroneckerState(h)
 

@@ -9,8 +9,8 @@ post-norm Transformer layer: u = norm(.), then norm(u + W_2 relu(W_1 u)).
 Katharopoulos et al. 2020, "Transformers are RNNs", arXiv 2006.16236, eq. 16-20, with several heads; Vaswani
 et al. 2017, arXiv 1706.03762, for f_l.
 
-Cost, for N = hidden_size and H heads: time O(T (N^2 / H + N^2 + N d_ff)), in parallel over the
-sequence; 4 N^2 + 2 N d_ff weights; per generated token time O(N^2 + N d_ff), state N^2 / H + N.
+Cost, with N = hidden_size, H heads and f_l of width d_ff: time O(T (N^2 / H + N^2 + N d_ff)), in parallel
+over the sequence; 4 N^2 + 2 N d_ff weights; per generated token time O(N^2 + N d_ff), state N^2 / H + N.
 Cannot: have outputs of another width than its inputs, since both are added.
 Equals softmax attention: never. It is the block of `unrolled.models` with attention "linear", norm "post" and
 activation "relu".
