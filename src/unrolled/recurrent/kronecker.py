@@ -9,9 +9,9 @@ phi keeps the phase, is bounded, and is tanh for real numbers. The factors are i
 
 Jose et al. 2017, "Kronecker Recurrent Units", arXiv 1705.10142.
 
-Cost, with factors n_f x n_f: time O(T N sum_f n_f) for U, and O(T N P) for V x_t, sequentially;
-2 sum_f n_f^2 real parameters in U, which is 8 log2 N for factors of 2 and 2 N^2 for one factor. Per generated
-token time O(N (sum_f n_f + P)), state 2 N numbers: the parameters no longer grow with the state.
+Cost, with factors n_f x n_f and P = input_size: time O(T N sum_f n_f) for U, O(T N P) for V x_t,
+sequentially; 2 sum_f n_f^2 real parameters in U, which is 8 log2 N for factors of 2 and 2 N^2 for one
+factor; per generated token time O(N (sum_f n_f + P)), state 2 N numbers.
 Cannot: run in parallel over the sequence, except for V x_t; run in half precision, which has no complex
 numbers (U and the state are then fp32).
 Equals softmax attention: never. With one factor and real numbers it is `torch.nn.RNN`.

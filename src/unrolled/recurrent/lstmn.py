@@ -12,8 +12,8 @@ paper leaves out W_a h~; here, `attended_proj` = 0 has that effect.
 Shallow fusion with another sequence (section 4) is ordinary attention outside this layer; deep fusion is
 `DeepFusionLSTMN`.
 
-Cost, with N = hidden_size and A = score_size: time O(T N (N+P+A) + T^2 (N+A)), sequentially; per
-generated token time O(N (N+P+A) + T (N+A)), state O(T (N+A)). With a `tape_length` of L, replace T by L.
+Cost, with N = hidden_size, P = input_size and A = score_size: time O(T N (N+P+A) + T^2 (N+A)), sequentially;
+per generated token time O(N (N+P+A) + T (N+A)), state O(T (N+A)). With a `tape_length` of L, replace T by L.
 Cannot: run in parallel over the sequence.
 Equals softmax attention: never. With a tape of length 1 it is `torch.nn.LSTM`.
 """
