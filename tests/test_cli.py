@@ -223,7 +223,7 @@ def test_a_fresh_run_removes_the_old_model(tmp_path: Path, text_settings: list[s
     assert model.documents["vocabulary.json"] != old
     model.documents["vocabulary.json"] = old
     model.save(tmp_path)
-    assert "not of one run" in error("generate", tmp_path)
+    assert "not from one run" in error("generate", tmp_path)
     (tmp_path / "vocabulary.json").write_text('{"kind": "text", "characters": 5}')
     assert "is damaged" in error("generate", tmp_path)
 

@@ -73,6 +73,6 @@ def test_with_an_output_it_draws_digits(tmp_path):
 def test_a_model_is_named_once(tmp_path):
     assert error("generate", tmp_path, "--demo") == f"RUN_DIR is {tmp_path}, but must be left out with --demo"
     printed = error("generate", "--prompt", "ROMEO:")
-    assert printed == "RUN_DIR is missing: name the folder of a model, or use the library's own by --demo"
+    assert printed == "RUN_DIR is missing: name the folder of a model, or use the library's own with --demo"
     with pytest.raises(ValueError, match="name is 'speech', but must be one of digits, text"):
         demo_models.path("speech")

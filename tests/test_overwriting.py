@@ -80,7 +80,7 @@ def refused(words: list[str], folder: Path) -> str:
 def test_a_folder_of_another_run_is_left_alone(command: str, made: Path, tmp_path: Path) -> None:
     out = a_run(tmp_path / "b", seed=1)
     printed = refused(filled(FOLDERS[command], made, out), out)
-    assert f"{out} is not empty, but must be, or hold " in printed
+    assert f"{out} is not empty, but must be empty or hold " in printed
 
 
 @pytest.mark.parametrize("command", FOLDERS)

@@ -134,7 +134,7 @@ def test_refusals(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "holds packed weights, in plan.safetensors, but must hold" in error("quantize", out)
     for words in (["generate", out, "--prompt", "9"], ["evaluate", out]):
         assert error(*words, "--weights", "int4") == f"--weights is int4, but {out} holds weights in int8"
-    assert "is not empty, but must be, or hold a run" in error("train", "data.name=copy", f"run_dir={out}")
+    assert "but must be empty or hold a run" in error("train", "data.name=copy", f"run_dir={out}")
     monkeypatch.setattr(_device, "choose", lambda name: torch.device("meta"))  # stands for another device
     printed = error("generate", tmp_path / "out", "--device", "cuda", "--prompt", "9")
     assert printed == "--device is cuda, but int8 weights run on the CPU"

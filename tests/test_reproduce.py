@@ -276,7 +276,7 @@ def test_an_experiment_is_copied_and_listed(tmp_path: Path) -> None:
         (["--shipped"], "no results of tiny come with the library: leave out --shipped"),
         (["--scale", "big"], "scale is 'big', but must be one of quick, full, smoke"),
         (["--table"], "no run of tiny has ended in"),
-        (["--table", "--only", "wide"], "--only is for a training, but --table makes none"),
+        (["--table", "--only", "wide"], "--only is for training, but --table trains nothing"),
     ],
 )
 def test_what_cannot_be_done_is_said(tiny: Path, words: list[str], message: str) -> None:

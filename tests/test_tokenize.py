@@ -246,7 +246,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path, corpus):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     command = ["tokenize", tmp_path / "a.txt", "--tokenizer", "bytes", "--out", tmp_path / "out"]
-    assert "is not empty, but must be, or hold a corpus of unrolled tokenize" in error(*command)
+    assert "is not empty, but must be empty or hold a corpus of unrolled tokenize" in error(*command)
     works(*command, "--force")
     assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
     assert (

@@ -193,7 +193,7 @@ def test_an_exported_run_transcribes_the_same(trained: Path, tmp_path: Path) -> 
             "has the format 'unrolled-onnx-speech' in version 1, but must",
         ),
         (("transcribe", tmp_path / "none.onnx", files[0]), "is not a model's folder"),
-        (("export", trained, trained), "is not empty, but must be, or hold an export of"),
+        (("export", trained, trained), "is not empty, but must be empty or hold an export of"),
         (("export", trained, tmp_path / "x", "--opset", 3), "opset is 3, but must be from 20 to 25"),
     ):
         assert sentence in error(*command)

@@ -33,8 +33,8 @@ def check_folder(folder: Path, content: str, made_before: Callable[[], bool], *,
     if force or not contents(folder) or made_before():
         return
     raise ValueError(
-        f"{folder} is not empty, but must be, or hold {content}: name another folder, or write there all the "
-        "same with --force"
+        f"{folder} is not empty, but must be empty or hold {content}: name another folder, or write to this "
+        "one with --force"
     )
 
 

@@ -174,7 +174,7 @@ def test_a_feature_map_may_be_an_object():
         ValueError, match="feature_map has 15 features, but needs an even number of at least 2 with rotary"
     ):
         LinearAttention(8, 2, feature_map="polynomial", rotary=True)
-    with pytest.raises(ValueError, match="feature_map_options were given, but feature_map is an object"):
+    with pytest.raises(ValueError, match="but must be None for a FeatureMap object"):
         LinearAttention(8, 2, feature_map=Elu(4), feature_map_options={"offset": 2.0})
     with pytest.raises(ValueError, match="normalizer is 'l2', but must be 'sum' or 'rms'"):
         LinearAttention(8, 2, normalizer="l2")

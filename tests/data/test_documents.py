@@ -160,7 +160,7 @@ def test_an_empty_separator_is_refused(tmp_path):
 
 def test_a_line_without_end_is_no_document(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LONGEST_LINE", 100)
-    with pytest.raises(ValueError, match="line 2 has 100 bytes or more, so is no document"):
+    with pytest.raises(ValueError, match="line 2 has 100 bytes or more, too many for a document"):
         texts_of(write_lines(tmp_path / "x.jsonl", ["a", "b" * 200]))
 
 

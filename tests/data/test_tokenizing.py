@@ -232,7 +232,7 @@ def test_a_tokenizer_of_another_library_is_taken_with_its_end(source, tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer\.json has no token that ends a document: name one"):
         given.write(tmp_path / "out")
     with pytest.raises(
-        ValueError, match=r"tokenizer\.json has no token '<no>': name one of its tokens by --end"
+        ValueError, match=r"tokenizer\.json has no token '<no>': name one of its tokens with --end"
     ):
         tokenizing([source], tokenizer=str(path), end="<no>").write(tmp_path / "out")
     for content in ('{"eos_token": "<done>"}', '{"eos_token": {"content": "<done>"}}'):

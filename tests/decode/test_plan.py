@@ -376,7 +376,7 @@ def test_wrong_input_is_one_sentence():
         p.prefill(tokens(), p.init_state(3), logits_to_keep=0)
     with pytest.raises(ValueError, match=r"tokens is torch\.float32"):
         p.prefill(torch.zeros(1, 2), p.init_state(1))
-    with pytest.raises(ValueError, match="state is not one of the model of this plan"):
+    with pytest.raises(ValueError, match="state is not a state of this plan's model"):
         p.from_model(decoder(**MODELS["softmax"]).init_state(1))
     with pytest.raises(ValueError, match="state is a DecoderState, but must be a PlanState"):
         p.step(torch.tensor([1]), model.init_state(1))

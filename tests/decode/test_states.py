@@ -77,7 +77,7 @@ def test_a_state_that_records_gradients_is_copied_without_them(name):
 @torch.no_grad()
 def test_states_of_other_models_are_refused(other):
     _, state = (model := decoder(**other)).prefill(tokens(), model.init_state(3))
-    with pytest.raises(ValueError, match="state is not one of the model of this plan"):
+    with pytest.raises(ValueError, match="state is not a state of this plan's model"):
         plan(decoder()).from_model(state)
 
 

@@ -75,8 +75,8 @@ def test_a_quotient_by_zero_holds_for_nothing():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("loss[", "is no comparison"),
-        ('loss["linear"]', "must compare two sides by <, <=, > or >="),
+        ("loss[", "is not a comparison"),
+        ('loss["linear"]', "must compare two sides with <, <=, > or >="),
         ("1 < 2 < 3", "must compare two sides"),
         ("1 == 1", "must compare two sides"),
         ('loss["linear", "at 7"] < 1', "has the evaluation 'at 7', but there are: at 9"),

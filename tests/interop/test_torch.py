@@ -280,7 +280,7 @@ def test_every_mechanism_computes_what_its_own_module_does_or_is_refused(name):
         (lambda: linear(attn_mask=torch.zeros(5, 5).bool(), is_causal=True), UnsupportedError, "construct it with causal=True"),
         (lambda: linear(is_causal=True), ValueError, "without attn_mask"),
         (lambda: linear(attention="performer"), UnsupportedError, "use need_weights=False"),
-        (lambda: linear(key_padding_mask=torch.ones(5, 2)), UnsupportedError, "other numbers than 0 and -inf"),
+        (lambda: linear(key_padding_mask=torch.ones(5, 2)), UnsupportedError, "numbers other than 0 and -inf"),
         (lambda: linear(key_padding_mask=torch.zeros(2, 5).long()), ValueError, "key_padding_mask is torch.int64, but must be bool"),
         (lambda: linear(attention="softmax", attn_mask=torch.zeros(5, 5, 5)), ValueError, r"attn_mask has shape \[5, 5, 5\], but must have \[8, 5, 5\] or \[5, 5\]"),
         (lambda: linear(value=torch.zeros(4, 2, 16)), ValueError, "value has length 4, but must have key's, 5"),

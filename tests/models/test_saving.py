@@ -164,9 +164,9 @@ def test_a_truncated_file_is_refused(share, tmp_path):
         (lambda c: c | {"attention": "softmax"}, CHANGED),
         (lambda c: c | {"dropout": 0.5}, CHANGED),
         (lambda c: c | {"n_layers": 10**9}, "n_layers is 1000000000, but there are 29 tensors"),
-        (lambda c: c | {"d_model": 10**9}, "is the config of a larger model than"),
+        (lambda c: c | {"d_model": 10**9}, "describes a larger model than"),
         (lambda c: c | {"vocab_size": 10**30}, "is not valid JSON: the integer 1"),
-        (lambda c: c | {"max_length": 10**9}, "is the config of a larger model than"),
+        (lambda c: c | {"max_length": 10**9}, "describes a larger model than"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_by_name(change, message, tmp_path):

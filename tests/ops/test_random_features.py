@@ -113,7 +113,7 @@ def test_what_was_read_before_a_redraw_is_refused(monkeypatch):
     o, state_draw = torch.ones(2, 4), torch.zeros(2, dtype=torch.long)
     assert projection.unless_redrawn(o, state_draw) is o
     projection.redraw()
-    with pytest.raises(ValueError, match=r"made before a redraw \(its draws are \[0, 0\], .* now is 1\)"):
+    with pytest.raises(ValueError, match=r"made before a redraw \(redraws: \[0, 0\] then, 1 now\)"):
         projection.unless_redrawn(o, state_draw)
     monkeypatch.setattr(random_features, "may_read", lambda x: False)  # as on a GPU
     found = projection.unless_redrawn(o, torch.tensor([0, 1]))

@@ -101,8 +101,8 @@ def random_features():
         (lambda: encoder("causal-linear"), False, ValueError, "causal is False, but must be True: encoder has CausalLinearAttention"),
         (lambda: encoder("local", local_context=4), True, UnsupportedError, "encoder has LocalAttention attention, but must have one of"),
         (lambda: encoder("full", softmax_temp=0.3), True, UnsupportedError, "softmax_temp 0.3"),
-        (other_features, False, UnsupportedError, r"other features than elu\(x\) \+ 1"),
-        (random_features, False, UnsupportedError, r"other features than elu\(x\) \+ 1"),
+        (other_features, False, UnsupportedError, r"features other than elu\(x\) \+ 1"),
+        (random_features, False, UnsupportedError, r"features other than elu\(x\) \+ 1"),
     ],
 )  # fmt: skip
 def test_what_has_no_counterpart_is_refused(make, causal, error, message):

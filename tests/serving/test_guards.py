@@ -91,7 +91,7 @@ def test_pages_of_other_origins_cannot_ask_unless_named() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"host": "0.0.0.0"}, "host is 0.0.0.0, which others can reach, but that requires keys"),
+        ({"host": "0.0.0.0"}, "host is 0.0.0.0, which other machines can reach, so keys are required"),
         ({"rate": "often"}, "rate is 'often', but must be such as '600/minute'"),
     ],
 )

@@ -164,5 +164,5 @@ def test_what_is_no_recurrence_is_refused(tmp_path):
 def test_a_model_that_must_read_a_prompt_at_once_is_refused(tmp_path):
     config = PerceiverARConfig(vocab_size=71, d_model=16, n_layers=2, n_heads=2, n_latents=4)
     TEXT.attach(PerceiverAR(config)).save(tmp_path)
-    with pytest.raises(UnsupportedError, match="a Perceiver AR, which must read a prompt at once"):
+    with pytest.raises(UnsupportedError, match="a Perceiver AR, which must read a prompt in one call"):
         open_model(tmp_path)

@@ -112,14 +112,14 @@ def test_no_password_is_shown() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "FOLDERS is missing: name the folder of a model, or serve the library's own by --demo"),
+        ([], "FOLDERS is missing: name the folder of a model, or serve the library's own with --demo"),
         (["FOLDER", "--demo"], "must be left out with --demo"),
         (["FOLDER", "FOLDER", "--name", "a"], "--name is a, but there are 2 models"),
         (["FOLDER", "FOLDER"], "models have the names"),
         (["FOLDER", "--memory", "much"], "--memory is much, but must be a size such as 4GB or 512MiB"),
         (["FOLDER", "--state-memory", "0"], "--state-memory is 0, but must be a size"),
         (["FOLDER", "--ttl", "long"], "--ttl is long, but must be a time such as 30d, 12h, 15m or 90s"),
-        (["FOLDER", "--host", "0.0.0.0"], "host is 0.0.0.0, which others can reach, but that requires keys"),
+        (["FOLDER", "--host", "0.0.0.0"], "host is 0.0.0.0, which other machines can reach, so keys"),
         (["FOLDER", "--rate", "often"], "rate is 'often', but must be such as '600/minute'"),
         (["FOLDER", "--keys", "FOLDER/none"], "No such file"),
         (["FOLDER", "--states", "ftp://a"], "not ftp://"),

@@ -170,8 +170,8 @@ METADATA = {"model": MODEL, "length": "6", "pending": "17", "id": "0" * 64}
 @pytest.mark.parametrize(
     ("metadata", "sentence"),
     [
-        (None, "^the file is no state: its metadata lack id, length, model, pending$"),
-        ({"model": MODEL, "length": "6"}, "^the file is no state: its metadata lack id, pending$"),
+        (None, "^the file is not a state: its metadata lack id, length, model, pending$"),
+        ({"model": MODEL, "length": "6"}, "^the file is not a state: its metadata lack id, pending$"),
         (
             METADATA | {"length": "x"},
             "^the state's metadata have length 'x', which is not a number of tokens$",
@@ -243,7 +243,7 @@ def test_truth_values_are_0_or_1(size: int) -> None:
     values = torch.full([size], 2, dtype=torch.uint8).view(torch.bool)
     content = small(tensors={"a": values}).to_bytes()
     with pytest.raises(
-        ValueError, match=r"^the state's tensor 'a' is of truth values, but holds other bytes$"
+        ValueError, match=r"^the state's tensor 'a' is boolean, but has bytes other than 0 and 1$"
     ):
         Snapshot.of_bytes(content)
 

@@ -155,7 +155,7 @@ def test_what_cannot_be_carried_is_refused(tmp_path):
         def batch(self, split, *, step, batch_size, seed):
             return super().batch(split, step=step, batch_size=batch_size, seed=seed)._replace(continues=None)
 
-    with pytest.raises(ValueError, match=r"rows of the data do not read on .* data.order=consecutive"):
+    with pytest.raises(ValueError, match=r"rows of the data do not continue .* data.order=consecutive"):
         run(tmp_path / "a", model=hybrid(), data=Drawn(), **SETTINGS)
     with pytest.raises(UnsupportedError, match="state of this Decoder grows"):
         run(

@@ -179,7 +179,7 @@ def test_an_evaluation_by_segments_is_the_one_without():
 
 def test_models_without_a_state_are_refused_before_anything_is_written(tmp_path):
     with pytest.raises(
-        UnsupportedError, match=r"StandIn has no state to go on from: use segment=None, carry_state=False"
+        UnsupportedError, match=r"StandIn has no state to continue from: use segment=None, carry_state=False"
     ):
         run(tmp_path / "a", segment=8)
     model = PerceiverAR(

@@ -9,8 +9,8 @@ W_a h + U_a m is one matrix, W_a beside U_a, times the vector [h; m].
 Bahdanau et al. 2014, "Neural Machine Translation by Jointly Learning to Align and Translate",
 arXiv 1409.0473, section 3.1, eq. 5 and 6, and appendix A.1.2.
 
-Cost, with K = attention_dim and memory S vectors of M: time O(T S (K+M)), and S K tanh for each query;
-memory O(T S), and in training O(T S K); per query time O(S (K+M)), state O(S (K+M)), fixed.
+Cost, with K = attention_dim and a memory of S vectors M wide: time O(T S (K+M)), and S K tanh for each query;
+memory O(T S), and in training O(T S K); per query time O(S (K+M)); state O(S (K+M)).
 Cannot: be a layer of a decoder, since it does not attend within one sequence.
 Equals softmax attention: never; its scores are not dot products.
 """

@@ -8,7 +8,7 @@ norm.
 
 Graves et al. 2014, "Neural Turing Machines", arXiv 1410.5401, section 3.3.1, eq. 5 and 6.
 
-Cost, with memory S vectors of M: time O(T S M), memory O(T S); per query time O(S M), state O(S M), fixed.
+Cost, for a memory of S vectors M wide: time O(T S M), memory O(T S); per query time O(S M); state O(S M).
 Cannot: distinguish vectors of one direction; be a layer of a decoder, since it does not attend within one
 sequence.
 Equals softmax attention: with scale beta_t, where keys and memory have the norm 1.

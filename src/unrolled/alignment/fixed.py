@@ -8,7 +8,7 @@ token s. With a bidirectional encoder, m_S = [h->_S; h<-_S] instead.
 Cho et al. 2014, "Learning Phrase Representations using RNN Encoder-Decoder for Statistical Machine
 Translation", arXiv 1406.1078, section 2.2, where c = h_T; RNNencdec in Bahdanau et al. 2014, arXiv 1409.0473.
 
-Cost, with memory S vectors of M: time O(T S M), as the others, memory O(T S); state O(S M), fixed.
+Cost, for a memory of S vectors M wide: time O(T S M), as of the others, memory O(T S); state O(S M).
 Cannot: read any other position, so a long source has to fit into one vector; be a layer of a decoder.
 Equals softmax attention: to a memory of length 1.
 """

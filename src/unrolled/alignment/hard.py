@@ -1,4 +1,4 @@
-r"""Hard attention: one position of the memory is sampled and read alone, trained by REINFORCE.
+r"""Hard attention: one position of the memory is sampled, and only that is read; trained by REINFORCE.
 
     a_t = softmax_s(v_a . tanh(W_a h_t + U_a m_s))        s_t ~ a_t        c_t = m_{s_t}
 

@@ -18,8 +18,8 @@ Luong et al. 2015, "Effective Approaches to Attention-based Neural Machine Trans
 section 3.1, eq. 7 and 8, and section 3.2, eq. 9 and 10. The authors' code differs; its variants are the
 score "query_concat", `FlooredPredictiveAttention` and `ScaledScoresAttention`.
 
-Cost, with memory S vectors of M: time O(T S M), memory O(T S), and for concat that of additive attention; per
-query time O(S M), state O(S M), fixed. A window masks scores, and saves no time.
+Cost, for a memory of S vectors M wide: time O(T S M), memory O(T S), and for concat that of additive
+attention; per query time O(S M); state O(S M). A window masks scores, and saves no time.
 Cannot: be a layer of a decoder, since it does not attend within one sequence.
 Equals softmax attention: with the score "dot", at scale 1. Local-m equals global attention where D >= S, and
 so does local-p if sigma is also infinite.

@@ -14,7 +14,7 @@ from unrolled.ops.delta import delta_rule, operator
 from unrolled.ops.head_scale import scale_heads
 from unrolled.ops.sequence import Transformed
 
-SMALLEST_SQUARE = 1e-6  # added to squared lengths: a vector close to 0 becomes shorter than the others
+SMALLEST_SQUARE = 1e-6  # added to squared lengths, so that a vector close to 0 is not scaled up to length 1
 
 
 class DeltaState(NamedTuple):
@@ -59,7 +59,7 @@ class DeltaRule(MultiHeadAttention[DeltaState, Rates]):
         return o, DeltaState(kv, advance(state.position, heads.q, key_padding_mask))
 
     def summarise(self, heads: Heads[Rates], key_padding_mask: Tensor | None) -> Transformed:
-        """Compute A and B by which a state X becomes A X + B, as the rule on the identity and on zeros."""
+        """Compute A and B such that a state X becomes A X + B: run from the identity and from zeros."""
         _, k, v, beta, log_decay = self._rule(heads)
         v, state = beside_identity(v, k)
         _, kv = delta_rule(k, k, v, beta, log_decay=log_decay, state=state, key_padding_mask=key_padding_mask)

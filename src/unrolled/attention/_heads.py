@@ -44,8 +44,8 @@ def check_groups(n_groups: int, n_heads: int, n_kv_heads: int | None) -> None:
         raise ValueError(f"n_groups is {n_groups}, but must divide n_heads = {n_heads}")
     if n_kv_heads not in (None, n_heads):
         raise ValueError(
-            f"n_kv_heads is {n_kv_heads}, but must be n_heads = {n_heads}: n_groups is the number of queries "
-            "and keys"
+            f"n_kv_heads is {n_kv_heads}, but must be n_heads = {n_heads}: n_groups is the number of query "
+            "and key heads"
         )
 
 

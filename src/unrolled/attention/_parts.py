@@ -9,5 +9,5 @@ Part = tuple[Tensor, Tensor]
 
 
 def attend_to_all(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> Part:
-    """Attend from `q [B,T,H,D]` to all keys `k [B,S,G,D]`, `v [B,S,G,M]` but those of `padding [B,S]`."""
+    """Attend from `q [B,T,H,D]` to all keys `k [B,S,G,D]`, `v [B,S,G,M]` except `padding [B,S]`."""
     return window_attention(q, k, v, window_size=(-1, -1), key_padding_mask=padding, return_lse=True)

@@ -19,7 +19,7 @@ def window_sides(window: int | tuple[int, int], *, causal: bool) -> tuple[int, i
     itself, and for (w/2, w/2) otherwise.
 
     Raises:
-        ValueError: a negative side, a causal window with a right side or without keys, or a w that is odd and
+        ValueError: a negative number, a causal window with keys after the token or with w = 0, or an odd w if
             not causal.
     """
     if type(window) is int:

@@ -237,7 +237,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
 
         Raises:
             ValueError: an argument of the wrong shape or type, or a state of another layer or batch.
-            UnsupportedError: the attention has no recurrent form, or is bidirectional, or has no padding.
+            UnsupportedError: the attention has no recurrent form, or is bidirectional, or takes no padding.
         """
         self._check_recurrent()
         self._check_input("x", x)

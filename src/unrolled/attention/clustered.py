@@ -237,7 +237,7 @@ class ClusteredAttention(MultiHeadAttention[None, bool]):
     def heads_of(
         self, projected: Projected, x: Tensor, masks: Masks = NO_MASKS, *, cross: bool = False, **others: Any
     ) -> Heads[bool]:
-        """Note whether the queries are of the same tokens as the keys, so that both have one padding."""
+        """Record whether queries and keys come from the same tokens and share one padding mask."""
         return super().heads_of(projected, x, masks, cross=cross, **others)._replace(inputs=not cross)
 
     def attend(self, heads: Heads[bool], masks: Masks) -> Tensor:

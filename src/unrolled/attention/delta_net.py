@@ -29,7 +29,7 @@ Cannot: attend in both directions or to another sequence, nor honour an `attn_ma
 so each head's output is normalised.
 Equals softmax attention: never. With b = 1, no decay and orthonormal keys it retrieves each value exactly.
 
-With `rotary`, queries and keys are rotated after they are scaled to length 1, which rotation keeps.
+With `rotary`, queries and keys are scaled to length 1 and then rotated, which keeps their length.
 """
 
 from typing import Unpack

@@ -4,7 +4,7 @@ r"""Linear attention: phi(q) . phi(k) in place of softmax's exp(q . k), which ma
     S_i = sum_{j <= i} phi(k_j) v_j^T = S_{i-1} + phi(k_i) v_i^T
     z_i = sum_{j <= i} phi(k_j)       = z_{i-1} + phi(k_i)
 
-Bidirectional attention sums over all j. There is no 1/sqrt(D). One token at a time, (S, z) is the state.
+Bidirectional attention sums over all j. There is no 1/sqrt(D). The state of a step is (S, z).
 
 Katharopoulos, Vyas, Pappas and Fleuret 2020, "Transformers are RNNs: Fast Autoregressive Transformers with
 Linear Attention", arXiv 2006.16236: eq. 4-7 (definition), 8-12 (causal), 16-20 (recurrence).
@@ -122,7 +122,7 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
             sizes = (self.head_dim, self.n_heads, self.n_kv_heads)
             feature_map = make_feature_map(feature_map, *sizes, **(feature_map_options or {}))
         elif feature_map_options is not None:
-            raise ValueError("feature_map_options were given, but feature_map is an object; give it by name")
+            raise ValueError("feature_map_options were given, but must be None for a FeatureMap object")
         if not isinstance(feature_map, FeatureMap):
             raise ValueError(f"feature_map is {feature_map!r}, but must be a name or a FeatureMap object")
         if feature_map.head_dim != self.head_dim:

@@ -129,7 +129,7 @@ class MeanPooling(WindowProjection):
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """Project `x [B,S,G,W]` to `[B,slots,G,W]`."""
         count = self._present(x, padding).sum(2).clamp(min=1)
-        total = self._windows(x).sum(2, dtype=accumulation_dtype(x.dtype))  # which may overflow fp16
+        total = self._windows(x).sum(2, dtype=accumulation_dtype(x.dtype))  # a sum may overflow fp16
         return (total / count).to(x.dtype)
 
 

@@ -85,7 +85,7 @@ def _checked_globals(chosen: int | Sequence[int]) -> int | tuple[int, ...]:
 
 
 def _check_within(positions: Sequence[int], length: int) -> None:
-    """Reject positions that no row has, as all of them have this length."""
+    """Reject positions outside of this length, which all rows have."""
     for position in positions:
         if not -length <= position < length:
             raise ValueError(f"global_tokens has position {position}, but must be below the length {length}")
@@ -133,9 +133,8 @@ class LongformerAttention(SlidingWindow[Globals]):
             `global_mask` passed to `forward` replaces it.
 
     Raises:
-        ValueError: a window that is negative, odd although bidirectional, or causal with keys after the
-            token; a dilation below 1, or not one for each head; a negative
-            number of global tokens.
+        ValueError: a window that is negative, odd if bidirectional, or with keys after the token if causal; a
+            dilation below 1, or not one for each head; a negative number of global tokens.
         UnsupportedError: causal attention with global tokens.
     """
 
@@ -260,7 +259,7 @@ class LongformerAttention(SlidingWindow[Globals]):
 
     def _global_heads(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project the global tokens to queries `[B,g,H,D]`, and all tokens to keys and values."""
-        assert self.global_proj is not None  # or there are no global tokens
+        assert self.global_proj is not None  # otherwise there are no global tokens
         (B, T, _), g = x.shape, places.shape[1]
         widths = [self.widths[0], sum(self.widths[1:])]
         q = linear_part(self.global_proj, widths, 0, _tokens_at(places, x))

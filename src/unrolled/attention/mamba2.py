@@ -57,7 +57,7 @@ class Mamba2(MultiHeadAttention[Mamba2State, Steps]):
     the model, and the state is 128 long: `n_heads=2 * d_model // 64, value_dim=64, head_dim=128`.
 
     Args:
-        d_model, n_heads, common: see `MultiHeadAttention`; must be causal, and every head has its values.
+        d_model, n_heads, common: see `MultiHeadAttention`; must be causal, and every head has its own values.
             `conv` is 4 by default.
         n_groups: number of groups of heads that share queries and keys, a divisor of H.
         eps: added to the mean square of the norm.
@@ -86,7 +86,7 @@ class Mamba2(MultiHeadAttention[Mamba2State, Steps]):
         common.setdefault("conv", 4)
         super().__init__(d_model, n_heads, **common)
         self.step_proj = Linear(d_model, n_heads)
-        # Initialised as by transformers, with paces from 1 to H. As published, step sizes are log-uniform.
+        # Paces start from 1 to H, as in the library transformers; step sizes are log-uniform, as published.
         self.log_pace = nn.Parameter(torch.arange(1.0, n_heads + 1).log())
         begin = torch.empty(n_heads).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         with torch.no_grad():

@@ -253,7 +253,7 @@ class NystromformerAttention(MultiHeadAttention[None, None]):
 
     def _skip(self, v: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """Convolve the values `[B,T,G,M]` of each row's valid tokens along their sequence: `[B,T,H,M]`."""
-        assert self.conv is not None  # or it is not called
+        assert self.conv is not None  # otherwise this is not called
         if v.shape[1] == 0:
             y = v
         elif key_padding_mask is None:

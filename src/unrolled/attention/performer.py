@@ -99,14 +99,14 @@ class Features(NamedTuple):
         layer.
         """
         if self.log_size is None or shift is None:
-            assert self.wave is not None  # one of the two is there
+            assert self.wave is not None  # features have an exponent, a wave or both
             return self.wave
         log_size = (self.log_size - shift).unsqueeze(-1)
         if self.exponent is None:
             size = log_size.exp()
         elif self.exponent.is_contiguous():
             size = self.exponent.add_(log_size).exp_()
-        else:  # a view of a product: autograd copies the gradient of a view that is overwritten
+        else:  # a view of a product: overwriting a view makes autograd copy its gradient
             size = (self.exponent + log_size).exp_()
         return size if self.wave is None else size * self.wave
 
@@ -145,7 +145,7 @@ def generalised(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Project], Fe
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> tuple[Tensor, LinearState]:
-    """Return `linear_attention` and its state."""
+    """Call `linear_attention`, and return its output and state."""
     return linear_attention(q, k, v, return_state=True, **options)
 
 
@@ -257,7 +257,7 @@ def favor_attention(
         if before is not None:
             before = LinearState(*favor.rescaled(*before, log_scale, last, causal))
         log_scale = last
-        if key_padding_mask is not None:  # their shift makes the features of padded keys 0
+        if key_padding_mask is not None:  # the features of padded keys are 0, due to their shift
             v, masks = without_padding(v, key_padding_mask), masks._replace(key_padding_mask=None)
     q, k = _query_features(phi(q)), k_features.shifted(shift)
     o, after = phi.kind.attend(q, k, v, causal=causal, log_decay=log_decay, state=before, **masks.of_keys())

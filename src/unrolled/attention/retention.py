@@ -10,7 +10,7 @@ norm_h is an RMS norm of each head, o / sqrt(mean(o^2) + eps), which bounds the 
 Sun et al. 2023, "Retentive Network: A Successor to Transformer for Large Language Models", arXiv 2307.08621:
 eq. 5 (parallel), 6 (recurrent), 7 (by chunks), 8 (heads, norm and gate). The normalisations of section 2.2
 are left out. Each of them multiplies a row of o by a number s. The norm removes this factor, but its eps then
-has the effect of eps / s^2. Where eps is small against mean(o^2), the difference is no larger than rounding.
+acts as eps / s^2. Where eps is much smaller than mean(o^2), the difference is no larger than rounding.
 
 To load weights of the authors' code (torchscale), use `bias=False`, `angles="closed"`, its eps (1e-6 by
 default), and a `head_norm.weight` of 1. Its projections are parts of `qkv_proj`, in the order q, k, v.

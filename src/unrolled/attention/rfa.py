@@ -23,7 +23,7 @@ Cost per head, with R = 2n features (n for arccos), values M wide and chunks of 
 backend): in training time O(T R (D + M + C)) and memory O(T R); per generated token time O(R (D + M)), memory
 and state O(R M).
 Cannot: honour an arbitrary `attn_mask`, or distinguish keys of one direction; with the gate it is causal
-only. Fourier features have either sign: with mean(s^2) above about 3 their divisor may be small or negative
+only. Fourier features may be negative: with mean(s^2) above about 3 their divisor may be small or negative
 (`signed_linear_attention`), and a warning says so. Arccos features are not negative.
 Equals softmax attention: in the limit of large n, for fourier features without the gate and with equal
 entries of s, with scores s^2 u_q . u_k.
@@ -70,7 +70,7 @@ class RfaSums(NamedTuple):
 
 
 class RfaState(NamedTuple):
-    """The sums of `RfaSums`, the number of tokens seen `[B]`, and of redraws of the features `[B]`."""
+    """The sums of `RfaSums`, the number of tokens seen `[B]`, and the number of redraws `[B]`."""
 
     kv: Tensor
     k_sum: Tensor
@@ -276,9 +276,9 @@ class RfaMap(nn.Module):
         with without_autocast(x.device):
             x = x.to(accumulation_dtype(x.dtype))
             scale = self.scale.to(x.dtype).repeat_interleave(x.shape[-2] // len(self.scale), 0)
-            zero = (x == 0).all(-1, keepdim=True)  # whose norm has no second derivative
+            zero = (x == 0).all(-1, keepdim=True)  # the norm of zeros has no second derivative
             x = torch.where(zero, 1, x)
-            x = x / x.detach().abs().amax(-1, keepdim=True)  # or the square of a small number would be 0
+            x = x / x.detach().abs().amax(-1, keepdim=True)  # else the square of a small number would be 0
             x = torch.where(zero, 0, x / x.norm(dim=-1, keepdim=True)) * scale
             if rotate is not None:
                 x = rotate(x)

@@ -1,4 +1,4 @@
-r"""RWKV-7: a state that decays, partly erases the value under a key, and writes a new one, per channel.
+r"""RWKV-7: a state that decays and replaces values, at rates of their own for every channel.
 
     S_t = (diag(w_t) - (a_t * p_t) p_t^T) S_{t-1} + k_t v_t^T        o_t = S_t^T r_t
     log w_t = -exp(-1/2) sigmoid(d + W_2 tanh(W_1 x_t^w))            a_t = sigmoid(c + W_4 W_3 x_t^a)
@@ -207,7 +207,7 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
         return self._finished(o, heads, rule), RWKV7State(kv, heads.inputs.last)
 
     def summarise(self, heads: Heads[Controls], key_padding_mask: Tensor | None) -> Transformed:
-        """Compute A and B by which a state X becomes A X + B, as the rule on the identity and on zeros."""
+        """Compute A and B such that a state X becomes A X + B: run from the identity and from zeros."""
         rule = self._rule(heads)
         v, state = beside_identity(rule.v, rule.k)
         _, kv = dplr(*rule._replace(v=v), state=state, key_padding_mask=key_padding_mask)

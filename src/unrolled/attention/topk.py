@@ -84,7 +84,7 @@ def topk_attention(
     k, v = zero_padding(key_padding_mask, k, v)
     if attn_mask is not None:
         check_attn_mask(attn_mask, (B, H, T, S))
-        if attn_mask.dtype != torch.bool:  # whose numbers the type of the scores may not hold
+        if attn_mask.dtype != torch.bool:  # the type of the scores may not hold its numbers
             dtype = torch.promote_types(dtype, attn_mask.dtype)
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())].expand(-1, -1, T, S)
         by_head = (1, 1) if attn_mask.shape[1] == 1 else (G, H // G)
@@ -106,7 +106,7 @@ def topk_attention(
             kept = chosen(partial(_best, n_keys, chunk), S)
             # The backward pass computes the scores and their mask again, so that they need not be stored.
             values = v[..., :seen, :]
-            if transforming():  # which refuses checkpoints
+            if transforming():  # transforms of `torch.func` refuse checkpoints
                 outs.append(_read(kept, values, chunk))
                 continue
             outs.append(checkpoint(_read, kept, values, chunk, use_reentrant=False, preserve_rng_state=False))

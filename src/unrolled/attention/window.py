@@ -4,8 +4,8 @@ r"""Window attention: softmax attention of each token to the tokens near it; the
     W_i = { i + m d : -left <= m <= right }
 
 With dilation d a window reads every d-th token and reaches d times as far. Each head may have its own
-dilation. A layer reaches left d tokens back, and the reaches of several layers add up. Run token by
-token, its state is the keys and values of the last left * d tokens.
+dilation. A layer reaches left * d tokens back, and the reaches of several layers add up. When it runs
+one token at a time, its state is the keys and values of these left * d tokens.
 
 Beltagy et al. 2020, "Longformer", arXiv 2004.05150, section 3.1; causal and with d = 1, the sliding window of
 Mistral 7B (Jiang et al. 2023, arXiv 2310.06825, section 2).
@@ -42,8 +42,8 @@ class WindowAttention(SlidingWindow[None]):
         dilation: distance d from one key of the window to the next; one number, or a list with one per head.
 
     Raises:
-        ValueError: a window that is negative, odd although bidirectional, or causal with keys after the
-            token; a dilation below 1, or not one for each head.
+        ValueError: a window that is negative, odd if bidirectional, or with keys after the token if causal; a
+            dilation below 1, or not one for each head.
     """
 
     supports = GENERAL.but(cross=False, single_queries=False, sequence=True)

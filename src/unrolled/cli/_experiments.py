@@ -106,7 +106,7 @@ def _fits(experiment: Experiment, trial: Trial, figures: Figures) -> bool:
 
 
 def _values(experiment: Experiment, trial: Trial, folder: Path, data_dir: Path | None) -> dict[str, Any]:
-    """Return the settings of a run, with its folder and that of the data."""
+    """Return the settings of a run, including its folder and the data folder."""
     values = experiment.values(trial) | {"run_dir": str(folder / trial.folder)}
     if data_dir is not None:
         values["data"] = values["data"] | {"data_dir": str(data_dir)}
@@ -126,7 +126,7 @@ def _check_same(
     if differs := _difference(run, figures, known_by):
         raise ValueError(
             f"{run.run_dir} holds a run with another {differs} than {experiment.name} has now: remove it, or "
-            "choose another folder by --out"
+            "choose another folder with --out"
         )
 
 

@@ -13,7 +13,7 @@ class Planned(nn.Module):
     """A decoder whose logits are those of a plan.
 
     Args:
-        model: the decoder that the plan was made of.
+        model: the decoder that the plan was made from.
         plan: computes the logits.
     """
 

@@ -145,11 +145,11 @@ def words(vocabulary: "Vocabulary", ids: Sequence[int], stop: int | None) -> tup
             spelled.append("</s>")
         else:
             found = vocabulary.decode(torch.tensor(ids[:n])).split()
-            if not found:  # only a blank, which belongs to the next word
+            if not found:  # only a space, which belongs to the next word
                 found = [""]
             spelled = found
         place.append(len(spelled) - 1)
-    return spelled, torch.tensor(place).clamp(max=len(spelled) - 1)  # a trailing blank of several bytes
+    return spelled, torch.tensor(place).clamp(max=len(spelled) - 1)  # a trailing space of several bytes
 
 
 def _translations(model: Any, run_dir: Path, lines: list[str], beam_size: int) -> "Figure":

@@ -151,7 +151,9 @@ def _folder(run_dir: Path | None, demo: bool, out: Path | None) -> Path:
             raise ValueError(f"RUN_DIR is {run_dir}, but must be left out with --demo")
         return demo_models.path("text" if out is None else "digits")
     if run_dir is None:
-        raise ValueError("RUN_DIR is missing: name the folder of a model, or use the library's own by --demo")
+        raise ValueError(
+            "RUN_DIR is missing: name the folder of a model, or use the library's own with --demo"
+        )
     return run_dir
 
 

@@ -54,7 +54,7 @@ def quantize(
     run = _opened(source, data_dir)
     planned = plan(model, weights, sample=_sample(run) if weights == "int4" else None)
     check_folder(out, f"the same weights of {source}", lambda: _same(out, planned), force=force)
-    with writing_folder(out, [WEIGHTS_FILE]) as folder:  # which would be read instead
+    with writing_folder(out, [WEIGHTS_FILE]) as folder:  # a weights file there would be read instead
         planned.save(folder)
         if (source / RUN_FILE).exists():
             shutil.copyfile(source / RUN_FILE, folder / RUN_FILE)

@@ -68,11 +68,11 @@ def reproduce(
         return
     experiment = _experiments.load(name)
     if copy is not None:
-        refuse(of_runs, "a run, but --copy makes none")
+        refuse(of_runs, "training, but --copy trains nothing")
         _copy(name, copy, force)
         return
     if table:
-        refuse({"--only": only}, "a training, but --table makes none")
+        refuse({"--only": only}, "training, but --table trains nothing")
     if shipped and scale not in (None, "full"):
         raise ValueError(
             f"--scale is {scale!r}, but must be full: the results of --shipped are of this scale"

@@ -68,7 +68,7 @@ JOBS: dict[data.Task, Job] = {
 
 
 def unit(task: data.Task, kind: type[SavedModel]) -> str:
-    """Return the unit of a model's loss in reports: its own `loss_unit`, or that of its task."""
+    """Return the unit of a model's loss in reports: its own `loss_unit`, or the unit of its task."""
     return kind.loss_unit or JOBS[task].unit
 
 
@@ -113,7 +113,7 @@ class Run:
         """Raise ValueError if the model is too large to train here; Linux would kill the process."""
         import torch
 
-        with torch.device("meta"):  # which has shapes only
+        with torch.device("meta"):  # meta tensors have shapes only
             parameters = list(self.kind(self.model).parameters())
         needed = 2 * sum(x.nbytes for x in parameters)
         if (memory := machine_bytes()) is not None and needed > memory:
@@ -143,8 +143,8 @@ def read(path: Path | None, overrides: Sequence[str], data_dir: Path | None = No
     after all others.
 
     Raises:
-        ValueError: the file is no YAML mapping, or an override has no `=` or sets a part of a value that is
-            not a section.
+        ValueError: the file is not a YAML mapping, or an override has no `=` or sets a part of a value that
+            is not a section.
     """
     values: dict[str, Any] = {} if path is None else _parse(read_text(path), str(path)) or {}
     if not isinstance(values, dict):
@@ -164,7 +164,7 @@ def read(path: Path | None, overrides: Sequence[str], data_dir: Path | None = No
         target[last] = _value(value, f"override {override!r}")
     if data_dir is not None:
         options = values.get("data") or {}
-        if isinstance(options, dict):  # else `check` says what is wrong
+        if isinstance(options, dict):  # otherwise `check` says what is wrong
             values["data"] = options | {"data_dir": str(data_dir)}
     return values
 

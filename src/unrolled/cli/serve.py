@@ -64,7 +64,7 @@ def serve(
         typer.Option("--deterministic", help="Bit-identical answers, whatever other requests are running."),
     ] = False,
     keys: Annotated[
-        Path | None, typer.Option(help="File of keys, one a line; every request must have one of them.")
+        Path | None, typer.Option(help="File of keys, one per line; every request must have one of them.")
     ] = None,
     rate: Annotated[
         str | None, typer.Option(help="Maximum rate per key, or per address, such as 600/minute.")
@@ -184,7 +184,7 @@ def _folders(given: list[Path], demo: bool) -> list[Path]:
         raise ValueError(f"FOLDERS is {given[0]}, but must be left out with --demo")
     if not demo and not given:
         raise ValueError(
-            "FOLDERS is missing: name the folder of a model, or serve the library's own by --demo"
+            "FOLDERS is missing: name the folder of a model, or serve the library's own with --demo"
         )
     return [demo_models.path("text"), demo_models.path("digits")] if demo else given
 

@@ -69,7 +69,7 @@ def translate(
 
 
 def one_line(translation: str) -> str:
-    """Return a translation with its line breaks, which a poorly trained model may produce, as blanks."""
+    """Return a translation with its line breaks, which a poorly trained model may produce, as spaces."""
     return " ".join(translation.split())
 
 

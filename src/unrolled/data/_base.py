@@ -69,7 +69,7 @@ class BaseDataset(Checked, ABC):
 
     @property
     def ids_checksum(self) -> str | None:
-        """Checksum of the ids of both splits, for files of the user; None for drawn or published data."""
+        """Checksum of the ids of both splits, for the user's own files; None for drawn or published data."""
         return None
 
     @property

@@ -94,7 +94,7 @@ class BytePairs:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise ValueError(f"{text!r} is not text: it has bytes that are not UTF-8") from error
-        # The pre-tokenizer puts a blank before a text unless it begins with one, and `decode` takes one away.
+        # The pre-tokenizer puts a space before a text unless it begins with one, and `decode` takes one away.
         whole = [f" {text}" if text.startswith(" ") else text for text in texts]
         return [torch.tensor([*found.ids, END_ID]) for found in self._tokenizer.encode_batch(whole)]
 

@@ -118,7 +118,7 @@ def read_file(path: str | Path) -> bytes:
         raw = _read(path)
         return gzip.decompress(raw) if path.name.endswith(".gz") else raw
     except BAD_GZIP as error:
-        raise ValueError(f"{path} cannot be uncompressed: {error}") from error
+        raise ValueError(f"{path} cannot be decompressed: {error}") from error
 
 
 def read_archive(archive: bytes, pattern: re.Pattern[str]) -> list[tuple[re.Match[str], bytes]]:
@@ -150,7 +150,7 @@ def _verified(raw: bytes, file: PublishedFile) -> bytes:
         content = gzip.decompress(raw) if raw.startswith(GZIP) else raw
     except BAD_GZIP as error:
         raise ValueError(
-            f"it cannot be uncompressed ({error}), and its content must have the sha256 {file.sha256}"
+            f"it cannot be decompressed ({error}), and its content must have the sha256 {file.sha256}"
         ) from error
     found = hashlib.sha256(content).hexdigest()
     if found != file.sha256:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 BLOCK = 4096  # K: a source whose weight is below 1 / K has no row in some blocks
-MOST = 64  # maximum number of sources: with so few, the source of the largest weight never gives rows back
+MOST = 64  # maximum number of sources: with more, the count of the largest source could fall in a block
 
 
 def drawn_sources(

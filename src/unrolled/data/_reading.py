@@ -1,8 +1,8 @@
 """The text of single tokens and of ids that arrive one by one, for any tokenizer of the library `tokenizers`.
 
-The decoders of the library are made for whole texts: some strip the blank before the first token, and none
-knows a part of a character from a broken one. So ids are decoded after an earlier token, whose text is then
-cut off; and text that ends in U+FFFD waits for the next ids.
+The decoders of the library are made for whole texts: some strip the space before the first token, and none
+can tell a part of a character from a broken one. So ids are decoded after an earlier token, whose text is
+then cut off; and text that ends in U+FFFD waits for the next ids.
 """
 
 from collections.abc import Sequence

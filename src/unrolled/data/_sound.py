@@ -72,23 +72,23 @@ def read_sound(source: str | Path | bytes, rate: int) -> Samples:
 
 
 def _of_floats(samples: np.ndarray[Any, np.dtype[np.float64]]) -> Samples:
-    """Round samples of -1 to 1 to 16 bits; louder ones are clipped, and what is no number is silence."""
+    """Round samples of -1 to 1 to 16 bits; louder ones are clipped, and NaN becomes 0."""
     scaled = np.rint(np.nan_to_num(samples).clip(-1, 1) * FULL_SCALE)
     rounded: Samples = np.minimum(scaled, FULL_SCALE - 1).astype(np.int16)
     return rounded
 
 
 def log_mel(samples: Samples, rate: int, n_mels: int) -> Tensor:
-    """Return the normalised features of a sound: int16 [n] -> fp32 [T, n_mels], T = n / rate * 100 about.
+    """Return the normalised features of a sound: int16 [n] -> fp32 [T, n_mels], T about 100 n / rate.
 
     Raises:
         ImportError: kaldi-native-fbank is not installed.
-        ValueError: sound of this rate has no so few or so many mel bands.
+        ValueError: n_mels does not suit sound of this rate.
     """
     fbank = library("kaldi_native_fbank")
     options = fbank.FbankOptions()
     options.frame_opts.samp_freq = rate
-    options.frame_opts.dither = 0  # dither would give a sound other features each time
+    options.frame_opts.dither = 0  # with dither, the features of a sound would change from call to call
     options.frame_opts.snip_edges = False
     options.mel_opts.num_bins = n_mels
     try:

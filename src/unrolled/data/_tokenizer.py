@@ -27,7 +27,7 @@ UNKNOWN = "<unk>"
 WORDS = r"\n|\w+(?:['’.-]\w+)*|[^\w\s]"
 """A word: a line break; letters and digits, with single signs inside as in "don't" and "3.5"; or a sign."""
 BLANKS = r"\n|\S+"
-"""A word: a line break; or what stands between blanks."""
+"""A word: a line break; or what stands between spaces."""
 LONGEST_PIECE = 2**17  # characters encoded at once: longer texts take more time and memory for each
 
 
@@ -81,8 +81,8 @@ class TextTokenizer:
         """Make ids for the words that occur at least twice, or for the `vocab_size` - 1 most frequent words.
 
         Id 0 stands for any other word. `word` is the regular expression of a word, such as `WORDS` or
-        `BLANKS`. Of words that are equally frequent, those that come first in the alphabet get ids. Blanks
-        are not tokens: `decode` puts a blank between every two words.
+        `BLANKS`. Of words that are equally frequent, those that come first in the alphabet get ids. Spaces
+        are not tokens: `decode` puts a space between every two words.
 
         Raises:
             ImportError: the library `tokenizers` is not installed.
@@ -164,8 +164,8 @@ class TextTokenizer:
     def reader(self, before: Sequence[int] = ()) -> Callable[[int], str]:
         """Return a function that decodes one id at a time; a character appears once it is complete.
 
-        With a tokenizer of words, each word comes with the blank before it. Other tokenizers may leave out
-        the blank before the first token of a text, so give the ids `before`, if there are any.
+        With a tokenizer of words, each word comes with the space before it. Other tokenizers may leave out
+        the space before the first token of a text, so give the ids `before`, if there are any.
         """
         if self.contents is not None:
             utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -197,7 +197,7 @@ class TextTokenizer:
 
     @cached_property
     def _decoder(self) -> dict[str, Any] | None:
-        """The decoder in the JSON of the tokenizer; None if it joins tokens by blanks."""
+        """The decoder in the JSON of the tokenizer; None if it joins tokens by spaces."""
         found: dict[str, Any] | None = json.loads(self.to_json())["decoder"]
         return found
 

@@ -44,7 +44,7 @@ class Vocabulary(Checked):
         units: for "speech", what the ids stand for: phones, letters or words.
         rate: for "speech", samples per second.
         n_mels: for "speech", features of a frame.
-        counted: for "speech", the unit of the error rate: "phone" or "word". Blanks separate these units.
+        counted: for "speech", the unit of the error rate: "phone" or "word". Spaces separate these units.
         data: name of the data set, or of the file of a text; None if unknown.
 
     Raises:
@@ -121,7 +121,7 @@ class Vocabulary(Checked):
             size = max(len(self.text_tokenizer), vocab_size)  # a model may have more than the tokenizer uses
         if size != vocab_size:
             raise ValueError(
-                f"{FILE_NAME} has {size} ids, but the model has {vocab_size}: they are not of one run"
+                f"{FILE_NAME} has {size} ids, but the model has {vocab_size}: they are not from one run"
             )
 
     def same_ids(self, other: "Vocabulary") -> bool:
@@ -167,7 +167,7 @@ class Vocabulary(Checked):
         if self.kind == "tokenizer":
             return self.text_tokenizer.decode(ids.tolist())
         if self.units is not None:
-            between = "" if " " in self.units else " "  # letters include blanks
+            between = "" if " " in self.units else " "  # letters include the space
             return between.join(self.units[i] for i in ids.tolist())
         read = self.reader()
         return "".join(map(read, ids.tolist()))

@@ -45,8 +45,8 @@ class An4Dataset(EpochDataset):
     over frequency.
 
     Attributes:
-        units: what to predict: "phones", those of the first pronunciation of each word in the dictionary, or
-            "letters", with blanks between words.
+        units: what to predict: "phones", from the first pronunciation of each word in the dictionary, or
+            "letters", with spaces between words.
         n_mels: features of a frame.
         masks: number of bars over time, and of bars over frequency, that are hidden in each training
             utterance; see `unrolled.data._speech.hide`.

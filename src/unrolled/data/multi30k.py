@@ -159,7 +159,7 @@ def as_batch(pairs: Pairs) -> Batch:
 
 
 def join(sentences: Sequence[str], n: int) -> list[str]:
-    """Join every n consecutive sentences by blanks; fewer than n at the end are left out."""
+    """Join every n consecutive sentences by spaces; fewer than n at the end are left out."""
     return [" ".join(sentences[i : i + n]) for i in range(0, len(sentences) - n + 1, n)]
 
 

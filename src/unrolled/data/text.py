@@ -67,7 +67,7 @@ class TextDataset(BaseDataset):
         path: a file, decompressed if its name ends in `.gz`, or one of the known names "tiny-shakespeare",
             "war-and-peace", "wikitext-2-valid" and "wikitext-2-test".
         level: "chars" (characters), "bytes", "bpe" (byte pairs), "words" (a sign such as a full stop is a
-            word too) or "blanks" (a word is what stands between blanks, as in WikiText).
+            word too) or "blanks" (a word is what stands between spaces, as in WikiText).
         length: tokens per window, T.
         val_fraction: the fraction at the end of the text that is held out for validation.
         val_path: a second file to validate on, in place of the end of the first.

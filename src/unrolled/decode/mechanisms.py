@@ -111,7 +111,7 @@ def _softmax(builder: Builder, layer: SoftmaxAttention, x: Value, qkv: list[Valu
 
 def _window(builder: Builder, layer: WindowAttention, x: Value, qkv: list[Value]) -> Value:
     if set(layer.dilation) != {1}:
-        raise UnsupportedError(f"a plan cannot run windows with dilation {layer.dilation}, but with 1")
+        raise UnsupportedError(f"a plan cannot run windows with dilation {layer.dilation}; use dilation 1")
     q, k, v = qkv
     _rotate(builder, layer, q, k)
     window = layer.window_size[0] + 1

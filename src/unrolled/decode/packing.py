@@ -10,7 +10,7 @@
 For int4, let m be the weight of the largest magnitude among these 32. Four scales s are tried. Each is first
 m divided by -8, -8.7, 7 or 7.7, and is then fitted by least squares: (sum w q) / (sum q^2) with the rounded
 q. The scale with the least squared error is used; `unrolled.decode.calibration` does better with a sample of
-the data. Two kinds of matrices are in int8 all the same: the matrix of the head, because rounding it costs
+the data. Two kinds of matrices stay in int8: the matrix of the head, because rounding it costs
 more quality than rounding any other, and matrices with fewer outputs than a tile, such as those of gates.
 
 The rounded weights of int8 are exact in fp32, because the product of 17 and 7 bits has 24 bits. So when a

@@ -193,7 +193,7 @@ class Plan:
             ValueError: it is a state of another model.
         """
         if not isinstance(state, DecoderState) or not self._fits(state):
-            raise ValueError("state is not one of the model of this plan")
+            raise ValueError("state is not a state of this plan's model")
         rows = len(state.position)
         after = self.with_room(self.init_state(rows), int(state.position.max()) if rows else 0)
         states.from_model(self._program.slots, state, after)

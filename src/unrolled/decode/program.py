@@ -25,7 +25,7 @@ _ZERO = (
 )
 
 
-SMALL_WEIGHTS: Weights = "int8"  # the form with the fewest bits if outputs fill no tile, as those of gates
+SMALL_WEIGHTS: Weights = "int8"  # the form with the fewest bits if outputs fill no tile, as for gates
 KEY_BLOCK = 16  # tokens whose keys lie together
 MOST_POSITIONS = 1 << 48  # of any model; so far below 2^63 that no sum of lengths overflows
 

@@ -1,4 +1,4 @@
-"""What is asked of a generator, checked once: prompts, options of sampling, stops, random streams."""
+"""A request for generation, checked once: prompts, sampling options, stops and random streams."""
 
 from collections.abc import Callable, Sequence
 from itertools import product

@@ -136,7 +136,7 @@ def _forget(layer: nn.Linear) -> None:
 
 
 class Unfilled(TorchFunctionMode):
-    """Leaves weights empty that would be drawn: memory takes no space until it is written to."""
+    """Leaves weights uninitialised instead of drawing them: unwritten memory takes no space."""
 
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

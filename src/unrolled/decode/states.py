@@ -27,7 +27,7 @@ def from_model(slots: Slots, state: DecoderState, after: "PlanState") -> None:
     """Copy the state of a model into that of a plan, which has room for its tokens.
 
     Raises:
-        ValueError: the state was made with other random features than those of the plan.
+        ValueError: the state was made with random features that differ from the plan's.
     """
     after.position.copy_(state.position)
     for own, layer in zip(slots, state.layers, strict=True):

@@ -24,7 +24,7 @@ MEASURES = (
 
 
 def _quotient(x: float, y: float) -> float:
-    return x / y if y else math.nan  # which no comparison holds for
+    return x / y if y else math.nan  # no comparison with NaN holds
 
 
 BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
@@ -78,9 +78,9 @@ class Expectation:
         try:
             found = ast.parse(str(text), mode="eval").body
         except SyntaxError as error:
-            raise ValueError(f"the expectation {text!r} is no comparison: {error.msg}") from error
+            raise ValueError(f"the expectation {text!r} is not a comparison: {error.msg}") from error
         if not isinstance(found, ast.Compare) or len(found.ops) != 1 or type(found.ops[0]) not in COMPARE:
-            raise ValueError(f"the expectation {text!r} must compare two sides by <, <=, > or >=")
+            raise ValueError(f"the expectation {text!r} must compare two sides with <, <=, > or >=")
         found = _Means(contenders).visit(found)
         for side in (found.left, found.comparators[0]):
             _check(side, text, contenders, evaluations)

@@ -29,15 +29,15 @@ class Memory(NamedTuple):
 
 
 def recordable(model: object, device: torch.device) -> bool:
-    """Whether a graph does what the steps of a model do: not if they may run code of the user's.
+    """Whether the steps of a model can be recorded: not if they may run the user's code.
 
-    Such code may read results on the CPU, which a graph cannot hold, and after a recording that failed torch
-    cannot draw random numbers any more.
+    Such code may read results on the CPU, which a graph cannot hold. After a failed recording, torch can no
+    longer draw random numbers.
     """
     if device.type != "cuda" or not isinstance(model, nn.Module) or changed(model.modules()):
         return False
     known = (type(x).__module__.partition(".")[0] in ("torch", "unrolled") for x in model.modules())
-    return all(known) and not torch.is_autocast_enabled("cuda")  # which keeps weights that it has converted
+    return all(known) and not torch.is_autocast_enabled("cuda")  # autocast caches converted weights
 
 
 class Step:
@@ -98,7 +98,7 @@ def _sizes(state: Any) -> object:
 
 
 def _overwrite(state: Any, after: Any) -> None:
-    """Copy a state over another one, of which it may hold parts."""
+    """Copy a state over another one, with which it may share memory."""
     old = leaves(state).values()
     memory = {x.untyped_storage().data_ptr() for x in old}
     new = [x.clone() if x.untyped_storage().data_ptr() in memory else x for x in leaves(after).values()]

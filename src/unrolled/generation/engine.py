@@ -76,7 +76,7 @@ def generate(
 
     Raises:
         ValueError: an argument is out of range, a prompt is empty and the model has no start symbol, or
-            `weights` is another form than that of a given plan.
+            `weights` differs from the form of a given plan.
         UnsupportedError: `weights` is given, but a plan cannot run the model.
     """
     refuse("generation")

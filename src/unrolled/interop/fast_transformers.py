@@ -82,7 +82,7 @@ def _mechanism(layers: list[Foreign], kind: str, causal: bool) -> str:
     for layer in layers:
         inner = layer.attention.inner_attention
         if mechanism == "linear" and not _is_elu(inner.feature_map, layer.linear1.weight):
-            raise UnsupportedError("encoder has linear attention with other features than elu(x) + 1")
+            raise UnsupportedError("encoder has linear attention with features other than elu(x) + 1")
         if mechanism == "softmax" and getattr(inner, "softmax_temp", None) is not None:
             raise UnsupportedError(
                 f"encoder has softmax_temp {inner.softmax_temp}; None, which is 1/sqrt(D), is supported"

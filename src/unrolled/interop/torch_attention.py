@@ -273,6 +273,6 @@ def _as_padding(mask: Tensor) -> Tensor:
     padding = mask == -torch.inf
     if may_read(mask) and bool((mask.masked_fill(padding, 0) != 0).any()):
         raise UnsupportedError(
-            "key_padding_mask holds other numbers than 0 and -inf; add those to attn_mask instead"
+            "key_padding_mask holds numbers other than 0 and -inf; add those to attn_mask instead"
         )
     return padding

@@ -242,7 +242,7 @@ def _fetch(files: Mapping[str, Path]) -> None:
     """Download the package with npm, from its configured registry, and unpack files of it."""
     otherwise = (
         f"fetch it with `npm pack {PACKAGE}@{VERSION}` where there is a network, unpack it, "
-        "and name its folder package/dist by --runtime"
+        "and name its folder package/dist with --runtime"
     )
     npm = shutil.which("npm")
     if npm is None:

@@ -10,7 +10,7 @@ from unrolled.ops.checks import check_tensor, shape, wrong
 
 
 def check_numbers(targets: Tensor, like: Tensor) -> None:
-    """Reject targets that are not numbers, one for each output.
+    """Require floating-point targets, one for each output.
 
     Raises:
         ValueError: the shapes differ, or the targets are integers.

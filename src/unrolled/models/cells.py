@@ -29,7 +29,7 @@ def stack_of(cell: str, cell_options: dict[str, Any], widths: list[int], *, drop
 def run_lstm(layer: nn.Module, x: Tensor | PackedSequence) -> Any:
     """Run a `torch.nn.LSTM`; under autocast on a CPU, in bf16 if the processor multiplies bf16.
 
-    If not, it runs in the dtype of its weights: such CPUs have no other LSTM, and torch would raise an error.
+    If not, it runs in the dtype of its weights, since torch has no bf16 LSTM for such CPUs.
     """
     cpu = torch.device("cpu")
     fast = torch.get_autocast_dtype("cpu") == torch.bfloat16 and multiplies_bf16(cpu)

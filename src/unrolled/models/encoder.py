@@ -85,7 +85,7 @@ class HiddenLayer(Layer):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        assert config.head_hidden is not None  # or there is no such layer
+        assert config.head_hidden is not None  # otherwise there is no such layer
         self.activation = config.head_hidden
         self.dense = Linear(config.d_model, config.d_model)
         self.norm = make_norm(config) if config.output == "masked" else nn.Identity()

@@ -45,9 +45,9 @@ class EncoderDecoderConfig(TransformerConfig):
 
     Attributes:
         vocab_size: number of token ids, of the target and, by default, of the source.
-        source_vocab_size: number of token ids of the source; None for that of the target.
-        decoder_attention: mechanism of the decoder's self-attention; None for that of the encoder.
-        cross_attention: mechanism by which the decoder reads the source; None for that of the encoder.
+        source_vocab_size: number of token ids of the source; None for `vocab_size`.
+        decoder_attention: mechanism of the decoder's self-attention; None for `attention`.
+        cross_attention: mechanism by which the decoder reads the source; None for `attention`.
         label_smoothing: the part of the target's probability that is spread evenly over all ids, in training.
         tie_embeddings: share one table between source, target and output.
         start_token: True: the id `vocab_size` begins every target, and is never predicted.

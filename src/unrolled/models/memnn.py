@@ -8,8 +8,8 @@ Phi counts words regardless of their order, each word in one of three copies: as
 memory chosen before, or of the candidate y. That is 3 |W| features for |W| words.
 
 A candidate of s_O also has K features of its write time, which Phi_x lacks. The first is -a_i / memory_size,
-where a_i is the number of sentences after m_i. Each other one belongs to one of the memories chosen before,
-at most K - 1: it is 1 if m_i is newer than that memory, else 0. In the paper, a feature says which of two
+where a_i is the number of sentences after m_i. Each of the others, at most K - 1, belongs to a memory chosen
+before: it is 1 if m_i is newer than that memory, else 0. In the paper, a feature says which of two
 compared memories is older, and a loop over all memories keeps the winner. Here the difference of their write
 times says which is newer, and by how much. So two memories are compared by the difference of their scores,
 and the winner of the loop, in any order, is the argmax:

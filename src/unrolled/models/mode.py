@@ -1,4 +1,4 @@
-"""Evaluation mode for a while."""
+"""Temporary evaluation mode."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from torch import nn
 
 _lock = Lock()
 _inside: WeakKeyDictionary[nn.Module, tuple[int, bool]] = WeakKeyDictionary()
-"""For each module in evaluation mode: the number of blocks that run, in any thread, and its mode before."""
+"""For each module in such a block: how many blocks run, in all threads, and its mode before them."""
 
 
 @contextmanager

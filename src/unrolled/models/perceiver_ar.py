@@ -104,7 +104,7 @@ class PerceiverAR(Decoder):
         cu_seqlens: Tensor | None = None,
         n_latents: int | None = None,
     ) -> Tensor:
-        """Logits of the token that follows each of the last n = min(n_latents, T) ones.
+        """Logits of the token after each of the last n = min(n_latents, T) tokens.
 
         Args:
             tokens: [B, T] long.
@@ -144,7 +144,7 @@ class PerceiverAR(Decoder):
         return self.head.loss(hidden, targets[:, targets.shape[1] - hidden.shape[1] :])
 
     def predicted(self, targets: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Hide the targets `[B, T]` that the loss does not cover, those before the latents, by -100."""
+        """Replace the targets `[B, T]` before the latents, which the loss does not cover, by -100."""
         n = self.config.n_latents
         if key_padding_mask is None:
             return torch.cat([torch.full_like(targets[:, :-n], IGNORED), targets[:, -n:]], dim=1)

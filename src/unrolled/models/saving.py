@@ -34,7 +34,7 @@ class SavedModel(nn.Module):
 
     model_name: ClassVar[str]
     config_type: ClassVar[type[Any]]  # a ModelConfig whose fields are JSON-serialisable
-    loss_unit: ClassVar[str | None] = None  # unit of its loss; None for that of its task
+    loss_unit: ClassVar[str | None] = None  # unit of its loss; None for the unit of its task
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -115,8 +115,8 @@ def save_folder(
         tensors, metadata, aligned: as for `save_tensors`.
 
     Raises:
-        ValueError: the config holds an object that is not JSON-serialisable, or the folder holds the file of
-            weights that `file_name` is not: that of a model or that of a plan.
+        ValueError: the config holds an object that is not JSON-serialisable, or the folder already
+            holds weights of the other kind: of a model if `file_name` is for a plan, or the reverse.
     """
     texts = {name: json.dumps(x, indent=2, default=_refuse) + "\n" for name, x in documents.items()}
     folder = Path(path)
@@ -188,9 +188,7 @@ def build_config(config_type: type[Config], values: Mapping[str, object], file: 
     """
     known = {f.name for f in fields(config_type)}
     if unknown := sorted(values.keys() - known):
-        raise ValueError(
-            f"{file} has the unknown keys {unknown}, but must have no others than {sorted(known)}"
-        )
+        raise ValueError(f"{file} has the unknown keys {unknown}, but may have only {sorted(known)}")
     if missing := sorted(known - values.keys()):
         raise ValueError(f"{file} lacks the keys {missing}: it is not as it was saved")
     make: Callable[..., Config] = config_type
@@ -209,13 +207,13 @@ def _naming(file: Path) -> Iterator[None]:
 
 
 def build(kind: type[Model], values: dict[str, object], file: Path, weights: Path) -> Model:
-    """Build the model of a config, unless that takes much more memory than the weights file accounts for.
+    """Build the model of a config, unless that takes much more memory than the weights do.
 
     Raises:
         ValueError: building takes that much, or a value in `file` is missing, unknown or out of range.
     """
     shapes = read_header(weights).shapes
-    too_large = f"{file} is the config of a larger model than {weights} holds the weights of"
+    too_large = f"{file} describes a larger model than {weights} holds"
     n_layers = values.get("n_layers", 0)
     if isinstance(n_layers, int) and n_layers > len(shapes):  # each has at least one tensor
         raise ValueError(f"{too_large}: n_layers is {n_layers}, but there are {len(shapes)} tensors")

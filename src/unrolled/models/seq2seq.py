@@ -30,7 +30,7 @@ class Seq2SeqConfig(ModelConfig):
 
     Attributes:
         vocab_size: number of ids of the target; the id `vocab_size` is the start symbol.
-        source_vocab_size: number of ids of the source; None for that of the target.
+        source_vocab_size: number of ids of the source; None for `vocab_size`.
         d_model: width of the embeddings.
         hidden_size: width of the recurrent layers, of each direction.
         dropout: probability, for embeddings and for the input of the output layer.

@@ -65,7 +65,7 @@ class Stack(Layer):
         takes = [block.attention.supports.global_mask for block in self.layers]
         if not any(takes):
             raise UnsupportedError(
-                "no layer of this model takes global_mask; use longformer attention, bidirectional"
+                "no layer of this model takes global_mask; use bidirectional longformer attention"
             )
         return [{**common, "global_mask": global_mask} if each else common for each in takes]
 

@@ -4,7 +4,7 @@
     z <- block_L( ... block_1(z))           with rotary positions, or others added before the first block
     p_t = softmax(W norm(z)_t + b)          over the symbols and the blank
 
-trained by CTC (`unrolled.models.ctc`), as the models of speech of Katharopoulos et al. 2020 (arXiv
+trained by CTC (`unrolled.models.ctc`), as the speech models of Katharopoulos et al. 2020 (arXiv
 2006.16236, section 4.3), which have 9 layers and no subsampling.
 
 Cost: that of the blocks for T / 4 tokens.

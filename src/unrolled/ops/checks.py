@@ -77,7 +77,7 @@ def on_cpu(name: str, ids: Tensor | Sequence[int]) -> Tensor:
     """Copy ids to the CPU.
 
     Raises:
-        ValueError: the ids are on the meta device, where they have no values, or are no numbers of a tensor.
+        ValueError: the ids are on the meta device, where they have no values, or cannot be made a tensor.
     """
     if isinstance(ids, Tensor) and ids.is_meta:
         raise ValueError(f"{name} is on meta, but must hold ids")
@@ -218,7 +218,7 @@ def shape(x: Tensor) -> list[int]:
 
 
 def changed(modules: Iterable[nn.Module]) -> bool:
-    """Whether one of these modules has a `forward` or `step` of its own or a hook, or all have one."""
+    """Whether a module has a hook or its own `forward` or `step`, or there are hooks of all modules."""
     if any(HOOKS_OF_ALL):
         return True
     return any(

@@ -52,4 +52,4 @@ def choose(
         if backend in (None, name) and backends[name].supports(*arguments):
             return backends[name]
     found = f"{like.dtype} tensors of these shapes on {like.device}"
-    raise ValueError(f"backend is {backend!r}, which cannot run {found}; None takes one that can")
+    raise ValueError(f"backend is {backend!r}, which cannot run {found}; use None for one that can")

@@ -106,10 +106,10 @@ def linear_saved_floats(linear: bytes) -> int:
 
 
 def common_type(*inputs: Tensor) -> int:
-    """Return the number of the dtype of inputs that a kernel reads by one type.
+    """Return the number of the dtype that all inputs of a kernel have.
 
     Raises:
-        ValueError: they have different dtypes; the kernel would read wrong numbers, out of bounds too.
+        ValueError: they have different dtypes; the kernel would read wrong numbers, and out of bounds.
     """
     dtype = inputs[0].dtype
     if any(x.dtype != dtype for x in inputs):

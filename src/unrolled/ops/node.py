@@ -35,7 +35,7 @@ def like_recurrence(
     q: Tensor, k: Tensor, v: Tensor, *_: object, cu_seqlens: Tensor | None = None, **__: object
 ) -> tuple[Tensor, Tensor]:
     """Return an empty `o [B,T,H,M]`, and empty states `[N,G,D,M]` of the N sequences."""
-    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1  # which may be symbols
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1  # sizes may be symbols
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
     after = k.new_empty(rows, *k.shape[2:], v.shape[3], dtype=dtype)
     return v.new_empty(*q.shape[:3], v.shape[3]), after

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Computes = Callable[..., Sequence[Tensor]]
-# The library of each operator. An operator ends with its library, so a reload of this module keeps them all.
+# The library of each operator. An operator is removed with its library, so a reload keeps them all.
 _LIBRARIES: dict[str, torch.library.Library] = globals().get("_LIBRARIES", {})
 
 
@@ -86,7 +86,7 @@ def _define(schema: str, function: Computes, fake: Computes) -> Any:
     """Define an operator; one of `torch.library.custom_op` would import the compiler in its first call."""
     name, parenthesis, arguments = schema.partition("(")
     qualified = f"unrolled::{name}"
-    _LIBRARIES.pop(name, None)  # where a module is reloaded
+    _LIBRARIES.pop(name, None)  # in case the module is reloaded
     library = _LIBRARIES[name] = torch.library.Library("unrolled", "FRAGMENT")  # type: ignore[no-untyped-call]
     torch.library.define(qualified, parenthesis + arguments, lib=library, tags=torch.Tag.pt2_compliant_tag)
     torch.library.impl(qualified, "CompositeExplicitAutograd", function, lib=library)

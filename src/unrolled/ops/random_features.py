@@ -103,8 +103,8 @@ class Projection(nn.Module):
             return o.masked_fill(~same.reshape(-1, *[1] * (o.dim() - 1)), torch.nan)
         if not bool(same.all()):
             raise ValueError(
-                f"state was made before a redraw (its draws are {draw.tolist()}, that of the features now is "
-                f"{int(self.redraws)}): redraw between sequences, and begin again from init_state"
+                f"state was made before a redraw (redraws: {draw.tolist()} then, {int(self.redraws)} now): "
+                "redraw between sequences, and begin again from init_state"
             )
         return o
 

@@ -11,7 +11,7 @@ from unrolled.recurrent._layer import RecurrentLayer, uniform, unroll
 
 
 class LSTMState(NamedTuple):
-    """The state of what was read: the last output `h` and the cell `c`, each `[B,hidden_size]`."""
+    """The state after the last token: the output `h` and the cell `c`, each `[B,hidden_size]`."""
 
     h: Tensor
     c: Tensor

@@ -9,7 +9,7 @@ Cho et al. 2014, arXiv 1406.1078v1. With this form of the reset gate one matrix 
 gates. Here z_t keeps the old state, as in Cho et al.; in `gru_reset_before`, it admits the new one, as in
 Bahdanau et al. 2014.
 
-Cost, N = hidden_size and P = input_size: time O(T N (N+P)), sequentially; 3 (N^2 + N P + N) + N
+Cost, with N = hidden_size and P = input_size: time O(T N (N+P)), sequentially; 3 (N^2 + N P + N) + N
 parameters; per generated token time O(N (N+P)), state O(N).
 Cannot: represent the cell whose reset gate acts before the product, with any weights; run in parallel over
 the sequence, except for W x_t.
@@ -27,7 +27,7 @@ from unrolled.recurrent._torch import run
 
 
 class GRUState(NamedTuple):
-    """The state of what was read, `h [B,hidden_size]`."""
+    """The state after the last token, `h [B,hidden_size]`."""
 
     h: Tensor
 

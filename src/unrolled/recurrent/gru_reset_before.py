@@ -9,7 +9,7 @@ Cho et al. 2014, arXiv 1406.1078v3, eq. 5-8, with the update gate of Bahdanau et
 appendix A.1.1: z_t admits the new state. (In Cho et al. and in `torch.nn.GRU`, z_t keeps the old state;
 negating the weights of z converts one form into the other.)
 
-Cost, N = hidden_size and P = input_size: time O(T N (N+P)), sequentially, with two products per step;
+Cost, with N = hidden_size and P = input_size: time O(T N (N+P)), sequentially, with two products per step;
 3 (N^2 + N P + N) parameters; per generated token time O(N (N+P)), state O(N).
 Cannot: run in parallel over the sequence, except for W x_t; `torch.nn.GRU` cannot represent it.
 Equals softmax attention: never. It is the GRU of Keras with reset_after=False and negated weights of z.

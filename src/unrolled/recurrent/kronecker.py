@@ -2,19 +2,19 @@ r"""Kronecker recurrent units: a complex state and a recurrent matrix that is a 
 
     h_t = phi(U h_{t-1} + V x_t + b)        U = W_0 (x) ... (x) W_{F-1}        phi(z) = tanh(|z|) z / |z|
 
-The N = hidden_size / 2 units are complex, and so are U, V and b. The reason is that real orthogonal matrices
-form two components that no path joins (determinant 1 and -1), and unitary matrices a single one. phi keeps
-the phase, is bounded, and is tanh for real numbers. The factors are initially unitary, and so is U;
+The N = hidden_size / 2 units are complex, and so are U, V and b. Real orthogonal matrices form two separate
+sets (determinant 1 and -1), and training cannot move from one to the other. Unitary matrices form one set.
+phi keeps the phase, is bounded, and is tanh for real numbers. The factors are initially unitary, and so is U;
 `unitary_penalty` keeps them close to unitary.
 
 Jose et al. 2017, "Kronecker Recurrent Units", arXiv 1705.10142.
 
-Cost, with factors n_f x n_f: time O(T N sum_f n_f) for U, and O(T N P) for V x_t, sequentially;
-2 sum_f n_f^2 real parameters in U, which is 8 log2 N for factors of 2 and 2 N^2 for one factor. Per generated
-token time O(N (sum_f n_f + P)), state 2 N numbers: the parameters no longer grow with the state.
+Cost, with factors n_f x n_f and P = input_size: time O(T N sum_f n_f) for U, O(T N P) for V x_t,
+sequentially; 2 sum_f n_f^2 real parameters in U, which is 8 log2 N for factors of 2 and 2 N^2 for one
+factor; per generated token time O(N (sum_f n_f + P)), state 2 N numbers.
 Cannot: run in parallel over the sequence, except for V x_t; run in half precision, which has no complex
 numbers (U and the state are then fp32).
-Equals softmax attention: never. With one factor and nothing imaginary it is `torch.nn.RNN`.
+Equals softmax attention: never. With one factor and real numbers it is `torch.nn.RNN`.
 """
 
 from collections.abc import Sequence
@@ -98,7 +98,7 @@ def _advance(factors: list[Tensor], inputs: Tensor, state: KroneckerState) -> tu
     Uh = matvec(factors, h.unsqueeze(0))[0]
     z = inputs + torch.cat([Uh.real, Uh.imag], -1)
     real, imag = z.chunk(2, -1)
-    modulus = (real.square() + imag.square() + 1e-12).sqrt()  # the square root has no gradient at 0
+    modulus = (real.square() + imag.square() + 1e-12).sqrt()  # the gradient of sqrt at 0 is infinite
     h = z * (torch.tanh(modulus) / modulus).repeat(1, 2)
     return h, KroneckerState(h)
 

@@ -9,8 +9,8 @@ post-norm Transformer layer: u = norm(.), then norm(u + W_2 relu(W_1 u)).
 Katharopoulos et al. 2020, "Transformers are RNNs", arXiv 2006.16236, eq. 16-20, with several heads; Vaswani
 et al. 2017, arXiv 1706.03762, for f_l.
 
-Cost, N = hidden_size, H heads and d_ff wide f_l: time O(T (N^2 / H + N^2 + N d_ff)), in parallel over the
-sequence; 4 N^2 + 2 N d_ff weights; per generated token time O(N^2 + N d_ff), state N^2 / H + N.
+Cost, with N = hidden_size, H heads and f_l of width d_ff: time O(T (N^2 / H + N^2 + N d_ff)), in parallel
+over the sequence; 4 N^2 + 2 N d_ff weights; per generated token time O(N^2 + N d_ff), state N^2 / H + N.
 Cannot: have outputs of another width than its inputs, since both are added.
 Equals softmax attention: never. It is the block of `unrolled.models` with attention "linear", norm "post" and
 activation "relu".
@@ -28,7 +28,7 @@ from unrolled.recurrent._layer import RecurrentLayer
 
 
 class LinearAttentionState(NamedTuple):
-    """The state of what was read: `s [B,H,D,D]` and `z [B,H,D]`, for H heads D = hidden_size / H wide."""
+    """The state after the last token: `s [B,H,D,D]` and `z [B,H,D]`, with D = hidden_size / H."""
 
     s: Tensor
     z: Tensor
@@ -105,7 +105,7 @@ class LinearAttentionCell(RecurrentLayer[LinearAttentionState]):
 
 
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Apply a layer in the dtype of x, that of the state."""
+    """Apply a layer in the dtype of x, which is the state's."""
     return F.linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))
 
 

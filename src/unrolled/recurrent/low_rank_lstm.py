@@ -9,7 +9,7 @@ The four gates read the last output through the same r numbers p, so U = A B^T; 
 Sak et al. 2014, "Long short-term memory based recurrent neural network architectures", arXiv 1402.1128
 (where layers output p), and the baseline of Jose et al. 2017, arXiv 1705.10142.
 
-Cost, N = hidden_size, P = input_size and r = rank: time O(T N (r+P)), sequentially;
+Cost, with N = hidden_size, P = input_size and r = rank: time O(T N (r+P)), sequentially;
 5 N r + 4 N P + 4 N parameters; per generated token time O(N (r+P)), state 2 N.
 Cannot: run in parallel over the sequence, except for V x_t.
 Equals softmax attention: never. p is the output of `torch.nn.LSTM` with proj_size = r. With r = N, the cell

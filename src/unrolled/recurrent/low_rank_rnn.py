@@ -6,7 +6,7 @@ Each step reads the state only through the r numbers B^T h; all N numbers are ke
 
 The baseline of Jose et al. 2017, arXiv 1705.10142; as a factorisation Denil et al. 2013, arXiv 1306.0543.
 
-Cost, N = hidden_size, P = input_size and r = rank: time O(T N (r+P)), sequentially;
+Cost, with N = hidden_size, P = input_size and r = rank: time O(T N (r+P)), sequentially;
 2 N r + N P + N parameters; per generated token time O(N (r+P)), state N.
 Cannot: run in parallel over the sequence, except for V x_t.
 Equals softmax attention: never. It is `torch.nn.RNN` with weight_hh = A B^T. With r = N, A B^T can be any

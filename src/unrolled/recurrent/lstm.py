@@ -6,7 +6,7 @@ r"""Long short-term memory: a cell state that gates add to and forget.
 Hochreiter & Schmidhuber 1997, "Long short-term memory", with the forget gate of Gers et al. 2000, "Learning
 to forget", as in Jose et al. 2017, arXiv 1705.10142.
 
-Cost, N = hidden_size and P = input_size: time O(T N (N+P)), sequentially; 4 (N^2 + N P + N)
+Cost, with N = hidden_size and P = input_size: time O(T N (N+P)), sequentially; 4 (N^2 + N P + N)
 parameters; per generated token time O(N (N+P)), state 2 N.
 Cannot: run in parallel over the sequence, except for V x_t.
 Equals softmax attention: never. It is `torch.nn.LSTM`, whose biases are each a sum of two.

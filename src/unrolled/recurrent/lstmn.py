@@ -12,8 +12,8 @@ paper leaves out W_a h~; here, `attended_proj` = 0 has that effect.
 Shallow fusion with another sequence (section 4) is ordinary attention outside this layer; deep fusion is
 `DeepFusionLSTMN`.
 
-Cost, N = hidden_size and A = score_size: time O(T N (N+P+A) + T^2 (N+A)), sequentially; per
-generated token time O(N (N+P+A) + T (N+A)), state O(T (N+A)). With a `tape_length` of L in place of T.
+Cost, with N = hidden_size, P = input_size and A = score_size: time O(T N (N+P+A) + T^2 (N+A)), sequentially;
+per generated token time O(N (N+P+A) + T (N+A)), state O(T (N+A)). With a `tape_length` of L, replace T by L.
 Cannot: run in parallel over the sequence.
 Equals softmax attention: never. With a tape of length 1 it is `torch.nn.LSTM`.
 """
@@ -117,9 +117,10 @@ class LSTMN(RecurrentLayer[LSTMNState]):
         return self._append(state, *self._turn(inputs, state, 0.0))
 
     def scan(self, inputs: Tensor, state: LSTMNState, padding: Tensor | None) -> tuple[Tensor, LSTMNState]:
-        """Run all steps. A growing tape is allocated once, unless autograd has to keep that of every step.
+        """Run all steps.
 
-        `torch.func` transforms do not support writing into it either.
+        A growing tape is allocated once and then written to, except where autograd has to keep the tape of
+        every step, and under `torch.func` transforms, which do not support such writes.
 
         A step at padding uses an entry of the tape, but this entry is never read.
         """

@@ -19,7 +19,7 @@ starts at row 0, and r_0 = 0.
 No input can cause an overflow: beta is at most 50 and gamma at most 20, a is a tanh, norms have an epsilon
 inside their roots, and powers are computed as softmax(gamma log w).
 
-Cost, C = controller_size, H heads, memory N rows of W: time O(T (C (C + H W) + H N W)), sequentially; the
+Cost, with C = controller_size, H heads and N rows W wide: time O(T (C (C + H W) + H N W)), sequentially; the
 number of parameters does not depend on N; per generated token, time O(C (C + H W) + H N W) and a state of
 O(N W + H N + C).
 Cannot: run in parallel over the sequence.
@@ -82,7 +82,7 @@ def interpolate(found: Tensor, before: Tensor, gate: Tensor) -> Tensor:
 def shift(weights: Tensor, moves: Tensor) -> Tensor:
     """Shift `weights [B,H,N]` cyclically by the distribution `moves [B,H,2R+1]` (eq. 8).
 
-    Entry k of `moves` is the share that moves by k - R rows: the first by -R, the last from row i to i + R.
+    Entry k of `moves` is the share that moves by k - R rows: the first by -R, the last by R.
     """
     n, reach = weights.shape[-1], moves.shape[-1] // 2
     if reach == 0:

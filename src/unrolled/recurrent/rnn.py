@@ -4,7 +4,7 @@ r"""The plain recurrent network of Elman: a state that is the output.
 
 Elman 1990, "Finding structure in time", eq. of fig. 2, as in Jose et al. 2017, arXiv 1705.10142, eq. 1.
 
-Cost, N = hidden_size and P = input_size: time O(T N (N+P)), sequentially; N^2 + N P + N
+Cost, with N = hidden_size and P = input_size: time O(T N (N+P)), sequentially; N^2 + N P + N
 parameters; per generated token time O(N (N+P)), state O(N).
 Cannot: read the past except through its N numbers; run in parallel over the sequence, except for V x_t.
 Equals softmax attention: never. It is `torch.nn.RNN` with the sum of its two biases.
@@ -21,7 +21,7 @@ from unrolled.recurrent._torch import run
 
 
 class RNNState(NamedTuple):
-    """The state of what was read, `h [B,hidden_size]`."""
+    """The state after the last token, `h [B,hidden_size]`."""
 
     h: Tensor
 

@@ -1,4 +1,4 @@
-"""The text and the log probabilities that a client gets, made of the blocks of a continuation."""
+"""The text and the log probabilities that a client gets, made from the blocks of a continuation."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -58,7 +58,7 @@ class Engine:
         prefix_memory: maximum memory in bytes for the prompts and states that are kept for other prompts.
         queue: maximum number of jobs that wait for others to end.
         chunk: maximum number of tokens of a prompt that are read at once.
-        threads: number of threads of the kernels; None for that of torch.
+        threads: number of threads of the kernels; None for torch's number.
 
     Attributes:
         counts: numbers of tokens so far that were "read", "cached" (not read again) and "drawn", and the
@@ -101,7 +101,7 @@ class Engine:
 
         Raises:
             BusyError: the queue is full.
-            TooLargeError: the job, or those of its request together, would never fit.
+            TooLargeError: the job, or all jobs of its request together, would never fit.
             StoppingError: the engine is shutting down.
         """
         entry = _Entry(Run(job, self._wake), self._nbytes(job))
@@ -205,7 +205,7 @@ class Engine:
         """Wait for something to do; return False if the engine is to end."""
         with self._changed:
             if self._writing.active and self._writing.waits and not self._reading:
-                self._changed.wait(BLOCK_SECONDS)  # nobody tells when a client has taken events: look again
+                self._changed.wait(BLOCK_SECONDS)  # nothing signals that a client took events: look again
             while not (self._waiting or self._running or self._draining or self._closed):
                 self._changed.wait()
             return not self._closed and bool(self._waiting or self._running or not self._draining)

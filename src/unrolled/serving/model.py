@@ -79,7 +79,7 @@ def open_model(
         path: a run folder, a folder of `unrolled quantize`, or a folder saved by one of the classes for
             transformers in `unrolled.interop.hf`.
         name: name of the model in requests; by default that of the folder.
-        weights: the form that the matrices are rounded to; None for that of the folder.
+        weights: the form that the matrices are rounded to; None keeps the form in the folder.
         limits: bounds of the engine.
         deterministic: whether the tokens of a request must not depend, bit for bit, on other requests.
 
@@ -95,7 +95,7 @@ def open_model(
         raise UnsupportedError(f"{folder} holds a model that does not predict the next token from a state")
     if isinstance(model, PerceiverAR):
         raise UnsupportedError(
-            f"{folder} holds a Perceiver AR, which must read a prompt at once, but a server reads it in "
+            f"{folder} holds a Perceiver AR, which must read a prompt in one call, but a server reads it in "
             "parts: use unrolled generate"
         )
     runner = _runner(model, weights, deterministic)

@@ -23,9 +23,9 @@ class Options(BaseModel):
     Attributes:
         folders: folders of the models; a text may hold several, separated by commas.
         states: address of the store of states; see `unrolled.serving.store.open_store`.
-        name: name of the model in requests; None for that of its folder.
+        name: name of the model in requests; None for the name of its folder.
         host, port: address and port to listen at.
-        weights: the form that the weights are rounded to; None for that of the folders.
+        weights: the form that the weights are rounded to; None keeps the form in the folders.
         rows: maximum number of continuations at a time, per model.
         memory: maximum memory for the states of running requests, per model, such as "4GB".
         queue: maximum number of requests that wait, per model.
@@ -74,7 +74,7 @@ class Options(BaseModel):
         """Open the models.
 
         Args:
-            threads: number of threads of the kernels; None for that of torch.
+            threads: number of threads of the kernels; None for torch's number.
 
         Raises:
             ValueError: a folder holds no model that can be served, or a name is given to several models.

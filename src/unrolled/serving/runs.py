@@ -60,7 +60,7 @@ class Runs:
     Attributes:
         count: number of continuations.
         before: for each prompt, the ids before its continuations; of those of the state only the last.
-        held: for each prompt, the ids that the state holds, if its continuations follow the state at once.
+        held: for each prompt, the ids that the state holds, if its continuations follow the state directly.
 
     Raises:
         ApiError: the engine refuses a job; the other jobs are then cancelled.

@@ -123,7 +123,7 @@ class Service:
 
 
 def check_last(snapshot: Snapshot, served: Served) -> None:
-    """Refuse a state whose last tokens, which are read again, are none of the model's.
+    """Refuse a state whose last tokens, which are read again, are not ids of the model.
 
     Raises:
         ApiError: an id is not in the vocabulary.

@@ -15,7 +15,7 @@ class Settings:
         host: address to listen at.
         port: TCP port; 0 takes a free port.
         keys: secret keys, one of which a client must send; if there are none, any client may send requests.
-        rate: maximum rate of requests of a client, such as "600/minute"; None is no limit.
+        rate: maximum rate of requests of a client, such as "600/minute"; None for no limit.
         origin: a web page on another server that may send requests, such as "https://example.org".
         timeout: maximum time of a request, in seconds.
         drain: seconds in which running requests must end once the server stops.
@@ -43,8 +43,8 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.loopback and not self.keys:
             raise ValueError(
-                f"host is {self.host}, which others can reach, but that requires keys: one of "
-                f"{', '.join(LOOPBACK)} does not"
+                f"host is {self.host}, which other machines can reach, so keys are required; "
+                f"{' and '.join(LOOPBACK)} need none"
             )
         if self.origin not in (None, "*", "null"):
             parts = urlsplit(self.origin)
@@ -75,7 +75,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
     """
     keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
     if not keys:
-        raise ValueError(f"{path} holds no key, but must hold one a line")
+        raise ValueError(f"{path} holds no key, but must hold one per line")
     if not all(key.isascii() and key.isprintable() for key in keys):
         raise ValueError(f"{path} holds a key that is not made of printable ASCII characters")
     return keys

@@ -116,7 +116,7 @@ class Snapshot:
         tensors = _tensors(content)
         metadata = _metadata(content)
         if missing := [key for key in _KEYS if key not in metadata]:
-            raise ValueError(f"the file is no state: its metadata lack {', '.join(missing)}")
+            raise ValueError(f"the file is not a state: its metadata lack {', '.join(missing)}")
         length, pending = (_number(key, metadata[key]) for key in ("length", "pending"))
         held = tuple(_number("held", x) for x in metadata["held"].split(" ")) if "held" in metadata else ()
         found = cls(metadata["model"], length, pending, tensors, held)
@@ -150,7 +150,7 @@ def _tensors(content: bytes) -> dict[str, Tensor]:
         raise ValueError("the state has a tensor whose dtype or shape PyTorch cannot hold") from error
     for name, x in tensors.items():
         if x.dtype == torch.bool and x.numel() and int(raw_bytes(x).max()) > 1:
-            raise ValueError(f"the state's tensor {name[:80]!r} is of truth values, but holds other bytes")
+            raise ValueError(f"the state's tensor {name[:80]!r} is boolean, but has bytes other than 0 and 1")
     # Copies: tensors read from a file may be unaligned, which changes the rounding of some products.
     return {name: x.clone() for name, x in tensors.items()}
 

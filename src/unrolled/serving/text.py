@@ -45,7 +45,7 @@ class Text(Protocol):
         ends: token sequences that end a text, such as `</s>`; each is a single token.
         chat_template: Jinja template; None if the model has none.
         special_tokens: special tokens by the names that chat templates use, such as `bos_token`.
-        of_numbers: whether the texts are the ids themselves, as numbers with blanks between them.
+        of_numbers: whether the texts are the ids themselves, as numbers with spaces between them.
     """
 
     of_numbers: bool
@@ -60,7 +60,7 @@ class Text(Protocol):
             text: the text.
             special: whether characters that spell a special token are that token, as a chat template writes
                 it. Without it, the tokenizer of a run reads them as characters.
-            within: whether the text follows another text: then a tokenizer that puts a blank before each
+            within: whether the text follows another text: then a tokenizer that puts a space before each
                 text does not put one before this text.
 
         Raises:
@@ -108,7 +108,7 @@ class VocabularyText:
         self.chat_template = None if folder is None else _template(folder)
 
     def encode(self, text: str, *, special: bool = False, within: bool = False) -> list[int]:
-        """Return the ids of a text; there are no special tokens, and no blanks before a text."""
+        """Return the ids of a text; there are no special tokens, and no space is put before a text."""
         return self._vocabulary.encode(text)
 
     def decode(self, ids: list[int]) -> str:
@@ -279,7 +279,7 @@ def _tokenizer(path: Path, content: str | None) -> "Tokenizer":
         raise ValueError(f"{path.parent} has no {path.name}") from error
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"{path} is damaged: {error}") from error
-    tokenizer.no_truncation()  # as in transformers, which turns on what a file has only where it is asked for
+    tokenizer.no_truncation()  # as in transformers, which truncates only on request, whatever the file says
     tokenizer.no_padding()
     return tokenizer
 

@@ -74,7 +74,7 @@ class ModelRunner:
 
     def tensors(self, state: Any) -> dict[str, Tensor]:
         """Return the tensors of a state by name."""
-        # The format gives a row of one, which may have any stride, the stride that its bytes need.
+        # An axis of size 1 may have any stride; the contiguous format gives it the one that its bytes need.
         return {
             name: x.detach().clone(memory_format=torch.contiguous_format) for name, x in leaves(state).items()
         }

@@ -101,7 +101,7 @@ def _used(result: object) -> set[int]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):  # where gradients of a parameter are added up
+        if hasattr(node, "variable"):  # a node that accumulates the gradient of a parameter
             found.add(id(node.variable))
         left += [following for following, _ in node.next_functions]
     return found

@@ -32,7 +32,7 @@ def check_carried(model: object, batch: Batch) -> None:
     """
     if batch.continues is None or batch.cu_seqlens is not None:
         raise ValueError(
-            "carry_state is True, but the rows of the data do not read on from batch to batch: use "
+            "carry_state is True, but the rows of the data do not continue from batch to batch: use "
             "data.order=consecutive, without packed documents"
         )
     after = check_continues(model)

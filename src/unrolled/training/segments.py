@@ -53,7 +53,7 @@ def check_continues(model: object) -> Any:
     if not isinstance(model, Continues):
         name = type(model).__name__
         raise UnsupportedError(
-            f"{name} has no state to go on from: use segment=None, carry_state=False, sequence=1"
+            f"{name} has no state to continue from: use segment=None, carry_state=False, sequence=1"
         )
     state = model.init_state(1)
     token = torch.zeros(1, 1, dtype=torch.long, device=next(iter(leaves(state).values())).device)

@@ -1,4 +1,4 @@
-"""What one update takes, measured while it runs: memory of activations, and bytes sent to other processes."""
+"""The cost of one update, measured while it runs: memory of activations, bytes sent to other processes."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +17,7 @@ from unrolled.training.memory import PeakBytes
 
 @dataclass
 class Taken:
-    """What an update has taken on this process.
+    """The cost of an update on this process.
 
     Attributes:
         activation_bytes: peak memory of the tensors made by the forward and backward passes, without the
@@ -51,7 +51,7 @@ def watched(state: TrainState) -> Iterator[Taken]:
             if x.requires_grad:
                 hook = x.register_post_accumulate_grad_hook(forget)  # type: ignore[no-untyped-call]
                 stack.callback(hook.remove)
-        for optimizer in state.optimizers:  # before their steps, whose temporary tensors are no activations
+        for optimizer in state.optimizers:  # before their steps, whose temporary tensors are not activations
             stack.callback(optimizer.register_step_pre_hook(passes_are_over).remove)
         if dist.is_available():
             stack.enter_context(sent)

@@ -62,7 +62,7 @@ def test_what_cannot_be_converted_gets_one_sentence(trained, tmp_path):
         "rnn": "a RecurrentLM has no class for transformers",
         "llama": "holds a model of type 'llama', but must hold 'unrolled'",
         "cut": "is not a readable safetensors file",
-        "run": "not of one run",
+        "run": "not from one run",
     }.items():
         assert message in error("convert", tmp_path / source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

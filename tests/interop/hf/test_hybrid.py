@@ -195,7 +195,7 @@ def test_what_has_no_counterpart_is_refused(family, settings, message):
 def test_other_classes_and_options_are_refused():
     model = make("Qwen3Next", QWEN3_NEXT, torch.float32)
     with pytest.raises(
-        UnsupportedError, match="Qwen3NextModel has no counterpart here; Qwen3NextForCausalLM"
+        UnsupportedError, match="Qwen3NextModel has no counterpart here; use Qwen3NextForCausalLM"
     ):
         import_weights(model.model)
     with pytest.raises(UnsupportedError, match=r"the options \['eps'\] were given, but must be left out"):

@@ -312,7 +312,7 @@ def test_unreadable_folders_are_refused(tmp_path):
             hf.load_linearized(path)
 
     model.save_pretrained(tmp_path)
-    refuses("was not linearized: read it by from_pretrained")
+    refuses("was not linearized: load it with from_pretrained")
     hf.linearize(model).save_pretrained(tmp_path)
     file.write_bytes(file.read_bytes()[:1000])
     refuses("is not a readable safetensors file")

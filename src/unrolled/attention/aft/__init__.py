@@ -16,8 +16,8 @@ w = gamma (c - mean(c)) / std(c) + beta over `window` positions. The window ends
 centred on t otherwise. gamma and beta begin at 0.
 
 Zhai et al. 2021, "An Attention Free Transformer", arXiv 2105.14103: eq. 2 (AFT-full), and section 3 for the
-other three and for the factors a and b. These are drawn with a standard deviation of 0.01; the paper leaves
-open whether its number is a variance.
+other three and for the factors a and b. These are drawn with a standard deviation of 0.01; the paper does
+not say whether its number is a standard deviation or a variance.
 
 Cost for d = n_heads head_dim elements: "full" time O(T^2 d), memory O(T^2 + T d log T); the others, for a
 given window, time and memory O(T d). Per generated token: "full" O(T d), the others O(window d).
@@ -75,7 +75,7 @@ class AFT(MultiHeadAttention[AFTState, None]):
         bias_rank: width of the factors a and b of these biases.
 
     Raises:
-        ValueError: an unknown position_bias, a window that it does not take, or sizes out of range.
+        ValueError: an unknown position_bias, a window that this bias does not take, or sizes out of range.
         UnsupportedError: rotary positions.
     """
 
@@ -143,8 +143,8 @@ class AFT(MultiHeadAttention[AFTState, None]):
         place = torch.arange(S, device=k.device).expand(1, S)
         number = place if padding is None else (~padding).cumsum(1) - 1  # of a key among the valid ones
         self._check_length(number)
-        # Number of the average that each query takes: if causal, that of the keys up to the query, otherwise
-        # that at its own position.
+        # The index of each query's average: if causal, that of its last key among the valid ones, otherwise
+        # its own position.
         if self.causal:
             row = torch.arange(T, device=k.device) + S - T
             rows = torch.where(row < 0, -1, number[:, row.clamp(min=0)]) if S else row.new_full((1, T), -1)

@@ -155,8 +155,7 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
     def read_input(self, x: Tensor) -> HashQueries | None:
         """Project half-precision queries in fp32 again, so that rounding does not change buckets.
 
-        With `conv`, buckets are those of the rounded queries, which the convolution has filtered. With a
-        hook or an adapter on `qkv_proj`, they are those of the rounded queries too.
+        With `conv`, or with a hook or an adapter on `qkv_proj`, the rounded queries are hashed.
         """
         dtype = accumulation_dtype(x.dtype)
         exact = x.dtype == dtype and not torch.is_autocast_enabled(x.device.type)

@@ -140,8 +140,8 @@ def causal_lsh_attention(
     if v.numel() == 0:
         return v
     _, place = _sort(tokens)
-    # Codes of different buckets differ by more than `window`: one difference tests bucket and distance. They
-    # are doubled, so that 0 < i - j <= window is one comparison, |2 (i - j) - window - 1| < window.
+    # Codes of different buckets differ by more than `window`, so one difference tests bucket and distance.
+    # Codes are doubled, so that 0 < i - j <= window is one comparison, |2 (i - j) - window - 1| < window.
     code = place + tokens.buckets * (window + 1)
     if 2 * (n_buckets * (window + 1) + q.shape[1]) < 2**31:
         code = code.int()  # fast to compare
@@ -168,7 +168,7 @@ class Tokens(NamedTuple):
 class Sets(NamedTuple):
     """Key j is in the set of query i in a round if `reads(code of i, code of j)` and `may_read(i, j)`.
 
-    Both functions broadcast. Without `may_read`, the codes say it all.
+    Both functions broadcast. Without `may_read`, the codes alone decide.
     """
 
     query: Tensor  # [N,R,T,F], integers

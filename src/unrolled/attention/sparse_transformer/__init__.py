@@ -20,8 +20,8 @@ Cost per head: memory is that of inputs and outputs. Strided: time O(T (w + T / 
 token time O((w + T / l) (D + M)), state O(T (D + M)). Fixed: time O(T (l + T c / l) (D + M)); per generated
 token time and state O((l + T c u / l) (D + M)). A prefill that continues a state costs as much as one of the
 whole sequence.
-Cannot: read another sequence, or honour an arbitrary `attn_mask`. The strided pattern suits
-periodic data, such as the rows of an image, and fails on text.
+Cannot: read another sequence, or honour an arbitrary `attn_mask`. The strided pattern suits periodic
+data, such as the rows of an image, and fails on text.
 Equals softmax attention: where both sets are read, at l = 1, at l >= n and, fixed, at c = l.
 
 With `rotary`, queries and keys are rotated by their positions; the state has rotated keys.

@@ -233,9 +233,9 @@ def _slots(layout: Layout, position: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _store(layout: Layout, past: Tensor, x: Tensor, position: Tensor, following: Tensor) -> Tensor:
-    """Add tokens `x [B,W,G,D]` at `position [B,W]` (-1 = padding) that are read from `following [B]` on.
+    """Add tokens `x [B,W,G,D]` at `position [B,W]`, -1 = padding, to the past.
 
-    The past grows by as many whole blocks as the tokens need.
+    `following [B]` is the position of the next token. The past grows by as many whole blocks as are needed.
     """
     slot, later = _slots(layout, position)
     _, per_block = _slot_sizes(layout)
@@ -276,7 +276,7 @@ def _add(
 ) -> FactorizedState:
     """Make the state after `k`, `v [B,X,G,..]` at positions `place [B,X]`: the recent tokens, then new ones.
 
-    The last `keep` of them stay recent; `new` of them are new.
+    The last `keep` of them stay recent; `new` counts the new ones.
     """
     begin = k.shape[1] - keep
     following = state.position + new - keep

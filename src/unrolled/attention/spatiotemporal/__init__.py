@@ -191,7 +191,7 @@ def _attend(
     size = axes(q.shape[2:5])
     queries, distances = grouped(q, part), distances_in(part, q.device)
     scores = queries @ read_by_groups(k, part).mT
-    if tables:  # minus their centres, which would add the same to all keys of a query
+    if tables:  # minus their centres, which add the same to all keys of a query and so cancel
         scores = scores + _relative_scores(queries, part, tables)
     if part.within is not None:
         scores.masked_fill_(~near(distances, part.within), -torch.inf)

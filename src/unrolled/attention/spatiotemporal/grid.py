@@ -26,8 +26,8 @@ class Part(NamedTuple):
     """A cut of the grid into groups that attend within themselves, by one matrix product each.
 
     On each axis a group has `members` that are `step` apart, and reads `halo` more places on each side. With
-    `within`, only pairs count that differ by at most this much on every axis; with `without`, only pairs that
-    differ by more on some axis.
+    `within`, a member reads only places that are at most this far away on every axis; with `without`, only
+    places that are further away on some axis.
     """
 
     members: Axes

@@ -25,7 +25,7 @@ from unrolled.data._tokenizer import LONGEST_PIECE, end_of_piece, pieces
 from unrolled.extras import how_to_install
 
 LINES = (".jsonl", ".ndjson")
-LONGEST_LINE = 2**30  # bytes; a file with a longer line has no line ends
+LONGEST_LINE = 2**30  # bytes; a file with a longer line is taken for one without line ends
 ROWS = 256  # of Parquet, read at once
 
 
@@ -215,7 +215,7 @@ def _of_lines(file: Path, field: str, on_bytes: Callable[[int], object]) -> Iter
         for number, line in enumerate(lines, 1):
             if len(line) == LONGEST_LINE:
                 raise ValueError(
-                    f"{file}: line {number} has {LONGEST_LINE:,} bytes or more, so is no document"
+                    f"{file}: line {number} has {LONGEST_LINE:,} bytes or more, too many for a document"
                 )
             on_bytes(raw.tell())
             if not line.strip():

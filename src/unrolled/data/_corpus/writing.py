@@ -131,7 +131,7 @@ class Tokenizing:
             differing = [key for key, value in settings.items() if found.get(key) != value]
             raise ValueError(
                 f"{folder} holds a corpus of other settings: {' and '.join(differing)} differ; name another "
-                "folder, or write there all the same with --force"
+                "folder, or replace this one with --force"
             )
         intact = (folder / TOKENIZER_FILE).is_file()
         same = intact and file_digest(folder / TOKENIZER_FILE) == index.settings["tokenizer_sha256"]
@@ -162,7 +162,7 @@ class Tokenizing:
         found.end = None if name is None else found.id_of(name)
         if found.end is None:
             wrong = "has no token that ends a document" if name is None else f"has no token {name!r}"
-            raise ValueError(f"{path} {wrong}: name one of its tokens by --end")
+            raise ValueError(f"{path} {wrong}: name one of its tokens with --end")
         return found
 
     def _texts_to_learn_from(self, splitting: Splitting) -> Iterator[str]:

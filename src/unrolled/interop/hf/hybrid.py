@@ -26,7 +26,7 @@ def from_qwen(model: Foreign, options: Mapping[str, object]) -> Decoder:
     for number, layer in enumerate(model.model.layers):
         if hasattr(layer.mlp, "experts"):
             raise UnsupportedError(
-                f"layer {number} is a mixture of experts, which has no counterpart here; dense layers have"
+                f"layer {number} is a mixture of experts, which has no counterpart here; only dense layers do"
             )
     share = config.rope_parameters.get("partial_rotary_factor", 1.0)
     softmax = _rotation(config, share) | {
@@ -68,7 +68,7 @@ def from_olmo_hybrid(model: Foreign, options: Mapping[str, object]) -> Decoder:
 def _check(model: Foreign, names: tuple[str, ...], options: Mapping[str, object]) -> None:
     name, config = type(model).__name__, model.config
     if name not in names:
-        raise UnsupportedError(f"{name} has no counterpart here; {' and '.join(names)} have")
+        raise UnsupportedError(f"{name} has no counterpart here; use {' or '.join(names)}")
     if options:
         raise UnsupportedError(
             f"the options {sorted(options)} were given, but must be left out: the model has two mechanisms"

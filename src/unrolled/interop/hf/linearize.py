@@ -123,7 +123,7 @@ def load_linearized(path: str | Path) -> PreTrainedModel:
         raise ValueError(f"{path} is not the folder of a model of transformers: it has no config of one")
     record = values.pop(RECORD, None)
     if not record:
-        raise ValueError(f"{path} was not linearized: read it by from_pretrained")
+        raise ValueError(f"{path} was not linearized: load it with from_pretrained")
     original = values.pop(ORIGINAL_TYPE, values["model_type"])
     if original not in transformers.CONFIG_MAPPING:
         raise ValueError(f"{path} has the type {original!r}, which transformers does not have")

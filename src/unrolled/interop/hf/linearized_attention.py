@@ -183,7 +183,7 @@ def _build(parts: AttentionParts, attention: str, options: dict[str, object]) ->
             causal=parts.causal,
             n_kv_heads=parts.n_kv_heads,
             head_dim=parts.head_dim,
-            **options | {"rotary": False},  # which is not the default of retention
+            **options | {"rotary": False},  # by default, retention sets it to True
         )
     except TypeError as error:
         raise ValueError(f"invalid options {options} for {attention} attention: {error}") from error

@@ -17,7 +17,7 @@ def from_mamba2(model: Foreign, options: Mapping[str, object]) -> Decoder:
     """Convert a Mamba-2 language model of transformers to a `Decoder`; see `import_weights`."""
     name, config = type(model).__name__, model.config
     if name != "Mamba2ForCausalLM":
-        raise UnsupportedError(f"{name} has no counterpart here; Mamba2ForCausalLM has")
+        raise UnsupportedError(f"{name} has no counterpart here; use Mamba2ForCausalLM")
     low, high = config.time_step_limit
     if (low, high) != (0, float("inf")) or config.hidden_act != "silu":
         raise UnsupportedError(

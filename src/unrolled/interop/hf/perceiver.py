@@ -24,7 +24,7 @@ def from_perceiver(model: Foreign, options: Mapping[str, object]) -> PerceiverIO
     """
     name, config = type(model).__name__, model.config
     if name not in (MASKED, TEXT, IMAGE):
-        raise UnsupportedError(f"{name} has no counterpart here; {MASKED}, {TEXT} and {IMAGE} have")
+        raise UnsupportedError(f"{name} has no counterpart here; use {MASKED}, {TEXT} or {IMAGE}")
     widening = {config.self_attention_widening_factor, config.cross_attention_widening_factor}
     if widening != {1} or not config.use_query_residual or config.hidden_act not in ACTIVATIONS:
         raise UnsupportedError(

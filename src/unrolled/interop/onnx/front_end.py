@@ -5,7 +5,7 @@ samples. With W samples in 25 ms, S samples in 10 ms, and N >= W the next power 
 sample b_t = S t + floor(S / 2) - floor(W / 2) (Kaldi's `snip_edges=false`):
 
     f_ti = 32768 s[r(b_t + i)]      i < W;  r(j) = -1 - j before the first sample, 2 n - 1 - j after the last
-    g_t  = f_t - mean f_t           no direct current
+    g_t  = f_t - mean f_t           without the DC offset
     h_ti = w_i (g_ti - 0.97 g_t,i-1)       g_t,-1 = g_t0;  w_i = (0.5 - 0.5 cos(2 pi i / (W - 1)))^0.85
     P_tk = (sum_i h_ti cos(2 pi i k / N))^2 + (sum_i h_ti sin(2 pi i k / N))^2          k < N / 2
     y_tm = max(0, log sum_k M_mk P_tk)

@@ -2,7 +2,7 @@
 
 A map acts on the last axis, from the head width D to `feature_dim`. Queries and keys may be mapped
 differently. All features are non-negative except those of the polynomials, whose kernel phi(q) . phi(k) is
-non-negative all the same. Features of half-precision inputs are fp32: fp16 can represent neither large
+still non-negative. Features of half-precision inputs are fp32: fp16 can represent neither large
 squares nor exp(-20).
 """
 

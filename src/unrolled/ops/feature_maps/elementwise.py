@@ -97,7 +97,7 @@ class Exp(FeatureMap):
 
 
 def exp_of_query(x: Tensor) -> Tensor:
-    """exp(x - max x) over the last axis: from e^-60 to 1, and above e^-60 exp(x) up to a common factor."""
+    """exp(x - max x) over the last axis, at least e^-60: exp(x) up to a factor that cancels."""
     return (x - x.amax(-1, keepdim=True)).clamp(min=-LARGEST_EXPONENT).exp()
 
 

@@ -208,7 +208,7 @@ def products(q: Tensor, k: Tensor, cuts: Iterable[Cut]) -> tuple[Tensor, Tensor,
     """Compute W `[X,n,P,C,C]` of queries and keys, and F and E of whole chunks, `[X,n,1,C,R]` each."""
     cuts = iter(cuts)
     cut = next(cuts)
-    # Multiplying by E of a token, which is 1, makes W depend on the gates, as torch.func.vmap may be over the
+    # Multiplying by E of a token, which is 1, makes W depend on the gates: torch.func.vmap may map over the
     # gates alone.
     weights = torch.diag_embed((q * k * cut.to_end.squeeze(-2)).sum(-1))
     for wider in cuts:

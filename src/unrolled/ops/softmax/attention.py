@@ -86,7 +86,7 @@ def softmax_attention(
     inputs = Inputs(q, k, v, key_padding_mask)
     if backend == "native" or (backend is None and attn_mask is None and _is_native_faster(inputs, causal)):
         if attn_mask is not None:
-            raise ValueError("backend is 'native', which has no attn_mask; None takes one that has")
+            raise ValueError("backend is 'native', which has no attn_mask; use None for one that has")
         options = Options(cu_seqlens, (-1, 0 if causal else -1), factor)
         return window.window_attention(inputs, options, "native")[0].to(out_dtype)
     allowed, bias = None, None

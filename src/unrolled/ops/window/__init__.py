@@ -93,7 +93,7 @@ def window_attention(
         `o [B,T,H,M]` in the dtype of `v`, and with `return_lse` the natural logarithm `lse [B,T,H]`. The
         softmax is computed and `lse` returned in fp32 (fp64 for fp64 inputs). A query that has nothing to
         attend to gives o = 0 with zero gradient and lse = minus infinity. Gradients of any order reach q, k
-        and v through both results; with "flex", those of the first order.
+        and v through both results; with "flex", of the first order only.
 
     Raises:
         ValueError: an argument of the wrong shape or type; decreasing offsets; a window below -1; a

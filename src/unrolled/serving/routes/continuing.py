@@ -96,7 +96,7 @@ def stops_of(text: Text, body: TextContinuation, vocab_size: int) -> tuple[list[
 
 @dataclass
 class Piece:
-    """The news of one continuation.
+    """The new output of one continuation.
 
     Attributes:
         index: number of the continuation.
@@ -198,7 +198,7 @@ class Continuing:
         return cls(text, runs, stops, tells_usage=body.continuous_usage)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield the news of each continuation, block by block; its last piece has a finish reason.
+        """Yield the new output of each continuation, block by block; its last piece has a finish reason.
 
         If states are kept, the last piece comes once they are stored.
 

@@ -115,7 +115,7 @@ async def _swap(request: Request, name: str, expected: str | None, new: str | No
         except UnknownState:
             raise ApiError(404, f"there is no state {new}", param="state", code="unknown_state") from None
     if not moved:
-        raise ApiError(412, f"the session {name} points elsewhere by now", param="If-Match", code="moved")
+        raise ApiError(412, f"the session {name} now points elsewhere", param="If-Match", code="moved")
 
 
 def _tag(header: str) -> str:

@@ -49,9 +49,9 @@ def open_store(url: str, *, state_bytes: int | None = None, ttl: float | None = 
             "s3://BUCKET/PREFIX" or "gs://BUCKET/PREFIX", with credentials from the environment;
             "file:///FOLDER"; or "redis://HOST:PORT/DB" (with TLS: "rediss://").
         state_bytes: maximum number of bytes of all values; beyond it, the least recently used values are
-            dropped. For stores in memory and SQLite; None is no limit.
+            dropped. For stores in memory and SQLite; None for no limit.
         ttl: a value that is not used for this number of seconds is dropped. For stores in memory, SQLite and
-            Redis; None is no limit.
+            Redis; None for no limit.
 
     Raises:
         ValueError: the address, `state_bytes` or `ttl` is wrong, or the file is not a store.

@@ -16,7 +16,7 @@ _MARK = "_unrolled_forward"
 
 
 def has_hooked_forward(layer: nn.Module) -> bool:
-    """Whether a layer runs another forward than that of its class or one of `set_forward`.
+    """Whether the forward of a layer is neither its class's nor one from `set_forward`.
 
     An accelerated layer runs that of its class after unpickling.
     """
