@@ -49,3 +49,18 @@ def test_tensors_without_values_give_shapes(name):
         assert y.shape == x.shape
         y.sum().backward()
     assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_the_meta_device_gives_shapes(name, grad):
+    layer = attention.load(name)(16, 2, causal=True).to("meta")
+    x = torch.empty(2, 40, 16, device="meta", requires_grad=grad)
+    with torch.set_grad_enabled(grad):
+        assert layer(x).shape == x.shape
+        if layer.supports.recurrence != "none":
+            y, state = layer.prefill(x[:, :-1], layer.init_state(2))
+            assert y.shape == (2, 39, 16)
+            assert layer.step(x[:, -1], state)[0].shape == (2, 16)
+    with pytest.raises(ValueError, match="is torch.float64, but the weights are torch.float32"):
+        layer(x.double())

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from unrolled.ops.checks import check_device, shape
+from unrolled.ops.precision import autocast_dtype
 
 
 def check_input(name: str, x: object, axes: Sequence[str | int], weight: Tensor | None) -> None:
@@ -25,6 +25,6 @@ def check_input(name: str, x: object, axes: Sequence[str | int], weight: Tensor 
     if weight is not None:
         check_device(name, x, weight)
     wrong = not x.is_floating_point() if weight is None else x.dtype != weight.dtype
-    if wrong and not torch.is_autocast_enabled(x.device.type):
+    if wrong and autocast_dtype(x.device) is None:
         other = "no floating-point type" if weight is None else f"but the weights are {weight.dtype}"
         raise ValueError(f"{name} is {x.dtype}, {other}: convert one, or use autocast")

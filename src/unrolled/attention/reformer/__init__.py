@@ -56,7 +56,7 @@ from unrolled.ops.dense import Linear, is_plain, linear
 from unrolled.ops.merge import average_and_lse
 from unrolled.ops.options import check_finite, check_integers
 from unrolled.ops.packing import length_buckets, put_tokens
-from unrolled.ops.precision import accumulation_dtype, without_autocast
+from unrolled.ops.precision import accumulation_dtype, autocast_dtype, without_autocast
 from unrolled.ops.random_features import Projection
 from unrolled.ops.replay import chosen
 
@@ -158,7 +158,7 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
         With `conv`, or with a hook or an adapter on `qkv_proj`, the rounded queries are hashed.
         """
         dtype = accumulation_dtype(x.dtype)
-        exact = x.dtype == dtype and not torch.is_autocast_enabled(x.device.type)
+        exact = x.dtype == dtype and autocast_dtype(x.device) is None
         if exact or self.short_conv is not None or not is_plain(self.qkv_proj):
             return None
         width, bias = self.widths[0], self.qkv_proj.bias

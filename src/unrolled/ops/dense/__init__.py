@@ -8,6 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from unrolled.ops.checks import changed, inferring
 from unrolled.ops.dense import native, onednn
+from unrolled.ops.precision import autocast_dtype
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -17,7 +18,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     order. So a separate kernel computes these products in eager inference on a CPU. With many rows in fp32,
     oneDNN computes them on AMD's processors, where it is up to twice as fast.
     """
-    eager = inferring(x, weight, bias) and not torch.is_autocast_enabled(x.device.type)
+    eager = inferring(x, weight, bias) and autocast_dtype(x.device) is None
     if eager and native.supports(x, weight, bias):
         return native.linear(x, weight, bias)
     if onednn.supports(x, weight, bias):
