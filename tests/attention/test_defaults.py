@@ -62,5 +62,5 @@ def test_the_meta_device_gives_shapes(name, grad):
             y, state = layer.prefill(x[:, :-1], layer.init_state(2))
             assert y.shape == (2, 39, 16)
             assert layer.step(x[:, -1], state)[0].shape == (2, 16)
-    with pytest.raises(ValueError, match="is torch.float64, but the weights are torch.float32"):
+    with pytest.raises(ValueError, match=r"is torch\.float64, but the weights are torch\.float32"):
         layer(x.double())

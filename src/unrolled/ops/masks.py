@@ -26,6 +26,11 @@ def without_padding(x: Tensor, key_padding_mask: Tensor, nothing: float = 0.0) -
     return x.masked_fill(key_padding_mask.reshape(*key_padding_mask.shape, *[1] * (x.dim() - 2)), nothing)
 
 
+def any_padding(key_padding_mask: Tensor) -> Tensor | None:
+    """Return the mask, or None if it marks no padding; while compiling, values are not known."""
+    return key_padding_mask if torch.compiler.is_compiling() or key_padding_mask.any() else None
+
+
 def causal_mask(T: int, S: int, device: torch.device | None = None) -> Tensor:
     """`[T,S]`: query i may attend to keys up to i + S - T, so the last query attends to the last key."""
     return torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)

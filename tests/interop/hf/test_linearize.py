@@ -461,3 +461,18 @@ def test_values_at_padding_affect_neither_outputs_nor_gradients(name, value):
         for given in (loud, x)
     )
     assert_identical(found, expected, f"padding that holds {value}")
+
+
+def test_a_linearized_model_is_exported_with_a_mask():
+    model = hf.linearize(make("llama"), "linear")
+    ids = torch.randint(1, 50, (2, 9))
+    mask = torch.ones_like(ids)
+    program = torch.export.export(
+        model, (), {"input_ids": ids, "attention_mask": mask, "use_cache": False}, strict=False
+    )
+    mask[0, :3] = 0
+    given = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    found, expected = program.module()(**given).logits, model(**given).logits
+    torch.testing.assert_close(found[mask == 1], expected[mask == 1])
+    with pytest.raises(UnsupportedError, match="position_ids may be those of packed sequences"):
+        torch.export.export(model, (), {"input_ids": ids, "use_cache": False}, strict=False)

@@ -396,6 +396,43 @@ def test_embeddings_are_found():
     assert model.get_output_embeddings() is model.model.head.project
 
 
+def test_the_base_model_has_the_same_weights_but_no_output_layer(ids):
+    """Trainers of trl compute the logits themselves, of the hidden vectors of `base_model`."""
+    model = make().train()
+    base = model.base_model
+    assert (type(base), base.training, model.get_decoder().config) == (hf.UnrolledModel, True, model.config)
+    hidden = base(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).last_hidden_state
+    logits = model.get_output_embeddings()(hidden)
+    torch.testing.assert_close(logits, model(ids).logits)
+    found, expected = (
+        torch.autograd.grad(x.square().sum(), [*model.parameters()]) for x in (logits, model(ids).logits)
+    )
+    torch.testing.assert_close(found, expected)
+    assert not any(name.startswith("base_model") for name in model.state_dict())
+
+
+def test_a_field_of_the_other_kind_of_model_is_refused():
+    for name, value in {
+        "n_segments": 2,
+        "embedding_norm": True,
+        "pooling": "first",
+        "head_hidden": 8,
+    }.items():
+        with pytest.raises(ValueError, match=f"{name} is .*, but a decoder has no such field; leave it out"):
+            make(**{name: value})
+    with pytest.raises(ValueError, match="start_token is True, but an encoder has no such field"):
+        make(kind=hf.UnrolledForMaskedLM, start_token=True)
+
+
+def test_a_model_is_exported_with_a_mask(ids):
+    model, mask = make(), torch.ones_like(ids)
+    program = torch.export.export(model, (ids,), {"attention_mask": mask, "use_cache": False}, strict=False)
+    mask[0, :3] = 0
+    found = program.module()(ids, attention_mask=mask, use_cache=False).logits
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(found[mask == 1], expected[mask == 1])
+
+
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_arguments_of_other_models_may_be_given_but_not_used(kind, ids):
     model = make(kind=kind)

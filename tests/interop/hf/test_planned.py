@@ -102,7 +102,7 @@ def test_no_plan_replaces_a_model_whose_dropout_acts(steps):
 
 def test_a_call_inside_another_has_its_own_plan(steps):
     first, second = make().float(), make("retention").float()
-    with _planned.generation(first.model, "int8", None):
+    with _planned.generation(first.model, "int8"):
         out = second.generate(prompts(), max_new_tokens=N, min_new_tokens=N)
     assert set(steps) == {"fp32"}
     assert torch.equal(out, second.generate(prompts(), max_new_tokens=N, min_new_tokens=N))
@@ -120,6 +120,19 @@ def test_an_error_leaves_the_model_as_it_was(steps):
         model.generate(prompts(), past_key_values=cache, max_new_tokens=N, stopping_criteria=[fail])
     assert isinstance(cache.only.state, DecoderState)
     assert torch.equal(*(model.generate(prompts(), max_new_tokens=5, do_sample=False) for _ in range(2)))
+
+
+def test_a_cache_of_a_call_inside_generate_can_be_continued(model):
+    kept = []
+
+    def look(ids, logits):
+        kept.append((ids, model(ids, use_cache=True).past_key_values))
+        return logits
+
+    model.generate(prompts(), max_new_tokens=N, min_new_tokens=N, logits_processor=[look])
+    for ids, cache in (kept[0], kept[-1]):
+        found = model(ids[:, :1], past_key_values=cache).logits
+        torch.testing.assert_close(found, model(torch.cat([ids, ids[:, :1]], 1)).logits[:, -1:])
 
 
 def test_a_compiled_model_has_no_graph_breaks():

@@ -17,6 +17,7 @@ from unrolled.interop.hf import digest
 from unrolled.interop.hf.config import UnrolledConfig
 from unrolled.models import Decoder, Encoder
 from unrolled.models.saving import CONFIG_FILE
+from unrolled.ops.masks import any_padding
 
 Output = TypeVar("Output", bound=ModelOutput)
 Count = Tensor | int | None
@@ -208,7 +209,7 @@ def key_padding_mask(attention_mask: Tensor | None, input_ids: Tensor, seen: int
         seen: number of positions read before.
 
     Returns:
-        [B, T]; None if there is no padding.
+        [B, T]; None if there is no padding, except while compiling, when the values are not known.
 
     Raises:
         UnsupportedError: the mask is a mask of query-key pairs.
@@ -229,8 +230,7 @@ def key_padding_mask(attention_mask: Tensor | None, input_ids: Tensor, seen: int
             f"attention_mask has shape {list(attention_mask.shape)}, "
             f"but must have [{batch_size}, {seen + length}]"
         )
-    padding = attention_mask[:, attention_mask.shape[1] - length :] == 0
-    return padding if padding.any() else None
+    return any_padding(attention_mask[:, attention_mask.shape[1] - length :] == 0)
 
 
 def without_padding(input_ids: Tensor, padding: Tensor | None) -> Tensor:

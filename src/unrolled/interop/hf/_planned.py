@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import Lock
+from weakref import WeakSet
 
 from unrolled.contract import UnsupportedError
 from unrolled.decode import Plan, PlanState, plan, unasked
 from unrolled.decode.packing import Weights
-from unrolled.interop.hf.cache import StateCache
+from unrolled.interop.hf.cache import StateLayer
 from unrolled.models import Decoder, DecoderState
 from unrolled.ops.dropout import Dropout
 from unrolled.ops.state import Parts
@@ -28,6 +29,7 @@ class Generation:
     def __init__(self, model: Decoder, weights: Weights | None) -> None:
         self.model, self.weights = model, weights
         self.pad: int | None = None  # the id of padding, in this call only
+        self.written = WeakSet[StateLayer]()  # also those of other calls of the model in `generate`
         self._steps = 0
         self._plan = None if weights is None else plan(model, weights)
         self._possible = weights is not None or (unasked() and not _drops(model))
@@ -44,11 +46,11 @@ class Generation:
             return self.model, state
         return self._plan, self._plan.from_model(state) if isinstance(state, DecoderState) else state
 
-    def finish(self, cache: object) -> None:
-        """Convert the state in a cache to a state of the model, so that other calls can continue it."""
-        layer = cache.only if isinstance(cache, StateCache) else None
-        if layer is not None and isinstance(layer.state, PlanState) and self._plan is not None:
-            layer.state = self._plan.to_model(layer.state)
+    def finish(self) -> None:
+        """Convert the states that the plan has put into caches, so that the model can continue them."""
+        for layer in self.written:
+            if isinstance(layer.state, PlanState) and self._plan is not None:
+                layer.state = self._plan.to_model(layer.state)
 
 
 def _drops(model: Decoder) -> bool:
@@ -62,8 +64,8 @@ _open = 0  # calls in all threads; a plain number, so that torch.compile can see
 
 
 @contextmanager
-def generation(model: Decoder, weights: Weights | None, cache: StateCache | None) -> Iterator[Generation]:
-    """Let a plan read tokens inside the block, in this thread; at its end, convert the cache's state back."""
+def generation(model: Decoder, weights: Weights | None) -> Iterator[Generation]:
+    """Let a plan read tokens inside the block, in this thread; at its end, convert the states back."""
     global _open
     made = Generation(model, weights)
     token = _current.set(made)
@@ -75,7 +77,7 @@ def generation(model: Decoder, weights: Weights | None, cache: StateCache | None
         with _lock:
             _open -= 1
         _current.reset(token)
-        made.finish(cache)
+        made.finish()
 
 
 def current(model: Decoder) -> Generation | None:

@@ -74,6 +74,8 @@ class ReadsTokens:
                 tokens, state, key_padding_mask=padding, logits_to_keep=logits_to_keep
             )
         layer.put(state, tokens.shape[1])
+        if isinstance(state, PlanState) and (call := current(self.model)) is not None:
+            call.written.add(layer)
         return out
 
     def _check_takes_cache(self) -> None:

@@ -14,7 +14,9 @@ from unrolled.interop.hf._planned import current, generation
 from unrolled.interop.hf._reading import ReadsTokens
 from unrolled.interop.hf.cache import StateCache
 from unrolled.interop.hf.config import UnrolledConfig
+from unrolled.interop.hf.model import UnrolledModel
 from unrolled.models import Decoder, DecoderState
+from unrolled.ops.masks import any_padding
 from unrolled.ops.options import check_integers
 
 
@@ -36,6 +38,11 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
     model: Decoder
 
     _decodes = True
+
+    @property
+    def base_model(self) -> UnrolledModel:
+        """The model without its output layer, with the same weights."""
+        return UnrolledModel.of(self)
 
     @classmethod
     def _make(cls, config: UnrolledConfig) -> Decoder:
@@ -128,10 +135,8 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
                     f"{whole.shape[1]} of the inputs, which include the tokens already read"
                 )
             kwargs["past_key_values"] = cache
-        with generation(self.model, weights, cache) as planned:
-            found = super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
-            planned.finish(getattr(found, "past_key_values", None))
-        return found
+        with generation(self.model, weights):
+            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
     def prepare_inputs_for_generation(
         self, *args: Any, tokenizer: object = None, **kwargs: Any
@@ -172,10 +177,8 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
         pad = self.generation_config.pad_token_id if call is None or call.pad is None else call.pad
         if not isinstance(pad, int) or 0 <= pad < self.model.n_ids:
             return padding
-        also = input_ids == pad
-        if not also.any():
-            return padding
-        return also if padding is None else also | padding
+        also = any_padding(input_ids == pad)
+        return also if padding is None or also is None else also | padding
 
     def _loss(self, logits: Tensor, labels: Tensor, padding: Tensor | None, n_items: Count) -> Tensor:
         # Labels at padding, and of the first token after padding, are not predicted.

@@ -131,7 +131,7 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
         """Return the config of the `Decoder` with these fields.
 
         Raises:
-            ValueError: a field is out of range.
+            ValueError: a field is out of range, or is set although only encoders have it.
         """
         return DecoderConfig(**self._of(DecoderConfig))
 
@@ -142,7 +142,7 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
             output: "classification", "masked" or "hidden".
 
         Raises:
-            ValueError: a field is out of range.
+            ValueError: a field is out of range, or is set although only decoders have it.
         """
         values = self._of(EncoderConfig) | {"output": output}
         values["n_classes"] = self.num_labels if output == "classification" else None
@@ -152,7 +152,12 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
         return EncoderConfig(**values)
 
     def _of(self, kind: type[TransformerConfig]) -> dict[str, Any]:
-        return {f.name: deepcopy(getattr(self, f.name)) for f in fields(kind) if f.name not in BY_CLASS}
+        own = {f.name for f in fields(kind)}
+        for name, field in _fields_of_both().items():
+            if name not in own and (value := getattr(self, name)) != _default(field):
+                model = "a decoder" if kind is DecoderConfig else "an encoder"
+                raise ValueError(f"{name} is {value!r}, but {model} has no such field; leave it out")
+        return {name: deepcopy(getattr(self, name)) for name in own - {*BY_CLASS}}
 
 
 def _is_theirs(name: str) -> bool:

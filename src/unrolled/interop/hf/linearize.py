@@ -12,6 +12,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -222,9 +223,10 @@ def _padding_mask(
 ) -> Tensor | None:
     """Return `[B,S]`, True at tokens, or None; transformers calls this function in place of its own."""
     if mask_function not in (causal_mask_function, bidirectional_mask_function):
+        are = "may be" if torch.compiler.is_compiling() else "are"  # their values are not known then
         raise UnsupportedError(
-            "the position_ids are those of packed sequences, which linearized attention cannot honour: put "
-            "each sequence into a row of its own, or pass attention_mask"
+            f"the position_ids {are} those of packed sequences, which linearized attention cannot honour: "
+            "put each sequence into a row of its own, or pass attention_mask"
         )
     return None if attention_mask is None else attention_mask[:, -kv_length:]
 

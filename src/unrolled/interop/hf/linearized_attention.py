@@ -13,7 +13,7 @@ from unrolled.contract import UnsupportedError
 from unrolled.interop.hf.cache import StateLayer
 from unrolled.interop.hf.families import AttentionParts, copy_projections
 from unrolled.models.blocks import Attention
-from unrolled.ops.masks import causal_mask, without_padding
+from unrolled.ops.masks import any_padding, causal_mask, without_padding
 from unrolled.ops.sequence import refuse
 
 
@@ -137,7 +137,7 @@ def padding_of(mask: object, length: int, *, causal: bool) -> Tensor | None:
         causal: whether the attention is causal.
 
     Returns:
-        The padding, or None if there is none.
+        The padding; None if there is none, except while compiling, when the values are not known.
 
     Raises:
         UnsupportedError: the mask hides more than padding, as with packed sequences, or adds finite numbers.
@@ -165,8 +165,7 @@ def padding_of(mask: object, length: int, *, causal: bool) -> Tensor | None:
                 "attention_mask hides more than padding, as in packed sequences, which linearized attention "
                 "cannot honour: put each sequence into a row of its own"
             )
-    tokens = tokens[:, -length:]
-    return None if bool(tokens.all()) else ~tokens
+    return any_padding(~tokens[:, -length:])
 
 
 def _build(parts: AttentionParts, attention: str, options: dict[str, object]) -> Attention:

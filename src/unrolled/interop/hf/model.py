@@ -1,6 +1,7 @@
 """`UnrolledModel`: a decoder or an encoder without its output layer."""
 
-from typing import Any
+from copy import copy
+from typing import Any, Self
 
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -22,6 +23,15 @@ class UnrolledModel(ReadsTokens, UnrolledPreTrainedModel):  # type: ignore[no-un
     """
 
     model: Any  # a Decoder, whose head is the identity, or an Encoder
+
+    @classmethod
+    def of(cls, model: UnrolledPreTrainedModel) -> Self:
+        """Return a model without its output layer; both have the same weights."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.config, made.training, made.model = model.config, model.training, copy(model.model)
+        made.model._modules = {**made.model._modules, "head": nn.Identity()}
+        return made
 
     @classmethod
     def _make(cls, config: UnrolledConfig) -> Decoder | Encoder:
