@@ -40,3 +40,18 @@ def test_each_client_has_its_order_and_nobody_is_passed_over_twice(actions):
         assert len(queue) == len(held)
     in_turn = list(queue)
     assert in_turn == [queue.take() for _ in held]
+
+
+def test_an_answer_that_changes_while_items_are_removed_loses_no_item():
+    queue, cancelled = Waiting(), {0}
+    for number in range(3):
+        queue.add(Item("a", number))
+
+    def wanted(item):
+        gone = item.number in cancelled
+        cancelled.update((1, item.number))  # as another thread may do meanwhile
+        return gone
+
+    removed = queue.remove(wanted)
+    assert [item.number for item in removed] == [0, 1]
+    assert len(queue) == len(list(queue)) == 1

@@ -13,7 +13,7 @@ from torch.nn.functional import elu, logsigmoid, normalize
 from unrolled.bench import definitions, peers
 from unrolled.bench.attention import PASSES, RESULTS
 from unrolled.bench.case import Case, Contender, Definition, NotMeasuredError, Problem, Settings, tolerance
-from unrolled.bench.gla import bind
+from unrolled.bench.gla import Function, bind
 from unrolled.ops.delta import delta_rule
 from unrolled.ops.dispatch import prefer
 from unrolled.ops.gla import diagonal_linear_attention
@@ -23,7 +23,6 @@ from unrolled.ops.triton.check import required
 HEADS, WIDTH = 16, 64
 TOKENS = 32_768  # of all sequences together
 BACKENDS = ("triton", "plain")
-Function = Callable[..., Tensor]
 
 
 class Inputs(NamedTuple):

@@ -25,9 +25,8 @@ def problem(length: int, settings: Settings, *, gradients: bool) -> Problem:
         for kind, x in kinds.items()
         for backend in ("native", "plain")
     ]
-    operations = flops.delta_rule(length, WIDTH, WIDTH)
-    if gradients:
-        operations += flops.delta_rule_gradient(length, WIDTH, WIDTH)
+    sizes = (length, WIDTH, WIDTH)
+    operations = flops.delta_rule(*sizes) + gradients * flops.delta_rule_gradient(*sizes)
     names = (*RESULTS, "dbeta", "dlog_decay")
     define_one = partial(
         define, grad_o=inputs.grad_o, gradients=gradients, names=names, operations=operations

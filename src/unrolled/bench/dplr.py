@@ -26,10 +26,9 @@ def problem(length: int, settings: Settings, *, gradients: bool) -> Problem:
         *(run(backend, backend, _output, kinds["dplr"], "dplr") for backend in ("native", "plain")),
         run("native, linear attention", "native", diagonal_linear_attention, kinds["gla"], "gla"),
     ]
-    operations = flops.dplr(length, WIDTH, WIDTH)
-    if gradients:
-        operations += flops.dplr_gradient(length, WIDTH, WIDTH)
-    of_gla = flops.gated_linear_attention(length, WIDTH, WIDTH, gradients=gradients)
+    sizes = (length, WIDTH, WIDTH)
+    operations = flops.dplr(*sizes) + gradients * flops.dplr_gradient(*sizes)
+    of_gla = flops.gated_linear_attention(*sizes, gradients=gradients)
     names = (*RESULTS, "dlog_decay")
     define_one = partial(define, grad_o=inputs.grad_o, gradients=gradients)
     return Problem(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import unrolled
-from unrolled.bench.case import MissingError, Settings
+from unrolled.bench.case import Settings
 from unrolled.bench.measure import take_turns
 from unrolled.ops import native
 from unrolled.ops.processor import description
@@ -41,12 +41,8 @@ class Limits:
 
 def limits(settings: Settings) -> Limits:
     """Measure the limits; `flops` is that of one thread times the number of threads."""
-    try:
-        flops, why = fma_peak() * settings.threads, ""
-    except MissingError as error:
-        flops, why = None, str(error)
-    if settings.device != "cpu":
-        flops, why = None, "the loop runs on a CPU"
+    why = "the loop runs on a CPU" if settings.device != "cpu" else native.missing() or ""
+    flops = None if why else native.fma_peak() * settings.threads
     size = BUFFER >> 4 if settings.quick else BUFFER
     source, target = (torch.ones(size // 4, device=settings.device) for _ in range(2))
     with torch.inference_mode(), cpu_threads(settings.threads):
@@ -59,17 +55,6 @@ def seconds_to_read(size: int, settings: Settings) -> float:
     numbers = torch.ones(size // 4, device=settings.device)
     with torch.inference_mode(), cpu_threads(settings.threads):
         return _seconds(numbers.sum, settings)
-
-
-def fma_peak() -> float:
-    """Return operations per second of multiply-adds in registers on one thread.
-
-    Raises:
-        MissingError: the native kernels, which contain the loop, are not available.
-    """
-    if why := native.missing():
-        raise MissingError(why)
-    return native.fma_peak()
 
 
 def synchronized(run: Callable[[], object], device: str) -> Callable[[], object]:

@@ -133,10 +133,9 @@ def cost_per_token(
     contenders: Mapping[str, tuple[Contender, Sequence[int]]],
     *,
     repeats: int = 5,
-    threads: int = 1,
     on_run: Callable[[], object] = lambda: None,
 ) -> dict[str, list[Cost]]:
-    """Measure each contender at each of its positions.
+    """Measure each contender at each of its positions, on one thread.
 
     Every repeat visits all contenders at all positions in turn, so that temporary load on the machine affects
     all of them alike, and the median over the repeats discards it.
@@ -144,13 +143,12 @@ def cost_per_token(
     Args:
         contenders: for each name, a way to decode and the positions to measure it at.
         repeats: timings per contender and position.
-        threads: CPU threads of torch during the measurement.
         on_run: called after each timing.
 
     Returns:
         for each name, a cost per position.
     """
-    with torch.inference_mode(), cpu_threads(threads):
+    with torch.inference_mode(), cpu_threads(1):
         tasks = {
             (name, position): prepare(position)
             for name, (prepare, positions) in contenders.items()

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from unrolled.bench.attention import Function
 from unrolled.bench.case import MissingError, NotMeasuredError
-
-Function = Callable[[], Tensor]
-"""Attention bound to its inputs."""
 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, chunk: int = 64) -> Tensor:
@@ -41,7 +39,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def idiap() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def idiap() -> Function:
     """Return pytorch-fast-transformers' causal product, divided as its attention does; `[B,H,N,D]`."""
     from fast_transformers.causal_product import causal_dot_product
 
@@ -53,7 +51,7 @@ def idiap() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return attention
 
 
-def fla_naive() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def fla_naive() -> Function:
     """Return the one chunked form of flash-linear-attention that runs on a CPU; `[B,N,H,D]`."""
     from fla.ops.linear_attn.naive import naive_chunk_linear_attn
 
@@ -66,7 +64,7 @@ def fla_naive() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return attention
 
 
-def fla_triton(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def fla_triton(name: str) -> Function:
     """Return `chunk_linear_attn` or `fused_recurrent_linear_attn` of flash-linear-attention; `[B,N,H,D]`."""
     from fla.ops import linear_attn
 
@@ -79,7 +77,7 @@ def fla_triton(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return attention
 
 
-def onnxruntime_linear(q: Tensor, k: Tensor, v: Tensor, threads: int) -> Function:
+def onnxruntime_linear(q: Tensor, k: Tensor, v: Tensor, threads: int) -> Callable[[], Tensor]:
     """Bind ONNX Runtime's fused operator to `[1,N,H,D]`: inference, not normalised.
 
     The operator takes `[B,N,H*D]`, which has the same memory layout; inputs and outputs are bound once.

@@ -6,6 +6,7 @@ from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
@@ -112,9 +113,7 @@ def loss_curves(theme: Theme, title: str, lines: Sequence[Line], axis: str) -> F
         axes.plot(line.x, line.y, dashes, marker=marker, ms=4, lw=1.6, color=colour, label=line.name)
     axes.set_xlabel(axis)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    handles = sorted(axes.lines, key=lambda drawn: -float(np.asarray(drawn.get_ydata())[-1]))
-    text: Any = {"labelcolor": theme.ink, "fontsize": FONT_SIZE - 1.5}
-    figure.legend(handles=handles, loc="outside right upper", frameon=False, **text)
+    _legend(theme, figure, _highest_first(axes, lines))
     return figure
 
 
@@ -129,7 +128,7 @@ def points(
     An error may be None, and so may a value that is not known.
     """
     figure, axes = _axes(theme, title, (8, 4.2))
-    for i, (name, colour, marker) in enumerate(zip(names, cycle(MANY), cycle("osD^vPX*"))):
+    for i, (name, (colour, marker, _)) in enumerate(zip(names, _styles(), strict=False)):
         known = {x: column[i] or (np.nan, None) for x, column in enumerate(columns.values())}
         axes.errorbar(
             list(known),
@@ -138,8 +137,7 @@ def points(
             fmt=marker, color=colour, capsize=3, label=name,
         )  # fmt: skip
     axes.set_xticks(range(len(columns)), list(columns), rotation=30, ha="right")
-    text: Any = {"labelcolor": theme.ink, "fontsize": FONT_SIZE - 1.5}
-    figure.legend(loc="outside right upper", frameon=False, **text)
+    _legend(theme, figure)
     return figure
 
 
@@ -175,10 +173,7 @@ def against_size(
             line.x, line.y, dashes, marker=marker, ms=2 + width, lw=width, color=colour, label=line.name
         )
     _scale(axes, lines, axis, tick, base=2)
-    order = sorted(range(len(lines)), key=lambda index: -lines[index].y[-1])
-    text: Any = {"labelcolor": theme.ink, "fontsize": FONT_SIZE - 1.5}
-    handles = [axes.lines[i] for i in order]
-    figure.legend(handles=handles, loc="outside right upper", frameon=False, **text)
+    _legend(theme, figure, _highest_first(axes, lines))
     return figure
 
 
@@ -249,6 +244,17 @@ def _axes(theme: Theme, title: str, inches: tuple[float, float] = (5.6, 3.5)) ->
     axes.xaxis.label.set_color(theme.ink)
     axes.set_title(title, loc="left", fontsize=FONT_SIZE, color=theme.ink)
     return figure, axes
+
+
+def _legend(theme: Theme, figure: Figure, handles: Sequence[Artist] | None = None) -> None:
+    text: Any = {"handles": handles, "labelcolor": theme.ink, "fontsize": FONT_SIZE - 1.5}
+    figure.legend(loc="outside right upper", frameon=False, **text)
+
+
+def _highest_first(axes: Axes, lines: Sequence[Line]) -> list[Artist]:
+    """Return the drawn `lines`, the one that ends highest first."""
+    order = sorted(range(len(lines)), key=lambda index: -lines[index].y[-1])
+    return [axes.lines[i] for i in order]
 
 
 def _scale(axes: Axes, lines: Sequence[Line], name: str, tick: Callable[[float], str], base: int) -> None:

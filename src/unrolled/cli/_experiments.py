@@ -333,15 +333,16 @@ def _scores(model: Any, run: run_config.Run, loss: float | None = None) -> dict[
         loss, accuracy = score.loss, score.accuracy
     else:
         loss = training.evaluate(model, run.dataset, config) if loss is None else loss
-        if config.eval_batches is None and (counts := count_splits(model, run.dataset, config.batch_size)):
-            right, count = counts.get("test", counts["validation"])
-            accuracy = right / count
-        if config.eval_batches is None and task == "transcription":
-            errors = error_rate(model, run.dataset, config.batch_size, 1).rate
-        if config.eval_batches is None and task == "bits":
-            overlap = intersection_over_union(model, run.dataset, config.batch_size)
-        if config.eval_batches is None and task == "translation":
-            translated = bleu(model, run.dataset)
+        if config.eval_batches is None:
+            if counts := count_splits(model, run.dataset, config.batch_size):
+                right, count = counts.get("test", counts["validation"])
+                accuracy = right / count
+            if task == "transcription":
+                errors = error_rate(model, run.dataset, config.batch_size, 1).rate
+            elif task == "bits":
+                overlap = intersection_over_union(model, run.dataset, config.batch_size)
+            elif task == "translation":
+                translated = bleu(model, run.dataset)
     bits = loss / math.log(2) if task in ("tokens", "bits") else None
     words = run.dataset.vocabulary.kind == "tokenizer"
     perplexity = math.exp(loss) if words and task == "tokens" else None

@@ -105,9 +105,7 @@ def _figure(
     )
 
 
-def alignment(
-    model: Any, vocabulary: "Vocabulary", sentence: str, *, beam_size: int = 4, stop: int | None = 0
-) -> "Alignment":
+def alignment(model: Any, vocabulary: "Vocabulary", sentence: str, *, beam_size: int = 4) -> "Alignment":
     """Translate a sentence and return the alignment between its words and those of the translation.
 
     The pieces of a word are merged: weights are summed over source pieces and averaged over target pieces.
@@ -118,17 +116,18 @@ def alignment(
     import torch
 
     from unrolled.bench.attention_plots import Alignment
+    from unrolled.data import END_ID
     from unrolled.generation import translate
 
     source = vocabulary.encode(sentence)
     if not sentence.strip():
         raise ValueError("--text is empty, but must be a sentence to translate")
-    (target,) = translate(model, [source], beam_size=beam_size, stop=stop)
+    (target,) = translate(model, [source], beam_size=beam_size, stop=END_ID)
     read = torch.cat([torch.tensor([model.config.vocab_size]), target[:-1]])
     with torch.inference_mode():
         weights = model.attend(torch.tensor([source]), read.unsqueeze(0))[0].double()
-    columns, of_column = words(vocabulary, source, stop)
-    rows, of_row = words(vocabulary, target.tolist(), stop)
+    columns, of_column = words(vocabulary, source, END_ID)
+    rows, of_row = words(vocabulary, target.tolist(), END_ID)
     weights = weights.new_zeros(len(target), len(columns)).index_add(1, of_column, weights)
     weights = weights.new_zeros(len(rows), len(columns)).index_add(0, of_row, weights)
     return Alignment((weights / of_row.bincount().unsqueeze(1)).numpy(), rows, columns)

@@ -154,7 +154,7 @@ def _report(model: "Decoder", run: "Run", settings: Sequence[str], training_seco
     figures = {
         "folder": str(out),
         "settings": settings,
-        "model": {"parameters": _parameters(model), "config": asdict(model.config)},
+        "model": {"parameters": sum(x.numel() for x in model.parameters()), "config": asdict(model.config)},
         "training": _digits.describe_training(out, config, dataset),
         "samples": _digits.describe_samples(samples, dataset),
         "completions": {"digits": COMPLETED, "each": COMPLETIONS, "rows_given": ROWS_GIVEN},
@@ -182,7 +182,3 @@ def _report(model: "Decoder", run: "Run", settings: Sequence[str], training_seco
     write_files(out, files)
     typer.echo(_demo_report.summary(figures))
     typer.echo(f"The report: {out / 'report.html'}")
-
-
-def _parameters(model: "Decoder") -> int:
-    return sum(x.numel() for x in model.parameters())

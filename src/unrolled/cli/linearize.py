@@ -1,6 +1,5 @@
 """`unrolled linearize`."""
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,8 +63,9 @@ def linearize(
         finetune=_stage(finetune_steps, finetune_lr, batch_size, seed, eval_batches),
         lora=lora,
     )
-    train = partial(run, length=length, val_fraction=val_fraction, resume=not fresh, force=force)
-    losses = train(model, out, data, recipe)
+    losses = run(
+        model, out, data, recipe, length=length, val_fraction=val_fraction, resume=not fresh, force=force
+    )
     before = losses["before"]
     for name, loss in losses.items():
         typer.echo(f"{name:>12}  {loss:.4f} nats per token  {(loss / before - 1):+.1%}")

@@ -44,22 +44,21 @@ def quantize(
     from unrolled.folders import RUN_FILE, check_folder, writing_folder
     from unrolled.models.saving import PLAN_FILE, WEIGHTS_FILE
 
-    source = Path(run_dir)
-    if packed_form(source) is not None:
-        raise ValueError(f"{source} holds packed weights, in {PLAN_FILE}, but must hold {WEIGHTS_FILE}")
-    model = load_for("tokens", source)
-    out = source.resolve().with_name(f"{source.resolve().name}-{weights}") if out is None else out
-    if out.resolve() == source.resolve():
+    if packed_form(run_dir) is not None:
+        raise ValueError(f"{run_dir} holds packed weights, in {PLAN_FILE}, but must hold {WEIGHTS_FILE}")
+    model = load_for("tokens", run_dir)
+    out = run_dir.resolve().with_name(f"{run_dir.resolve().name}-{weights}") if out is None else out
+    if out.resolve() == run_dir.resolve():
         raise ValueError(f"{out} is the model's own folder, but must be another one")
-    run = _opened(source, data_dir)
+    run = _opened(run_dir, data_dir)
     planned = plan(model, weights, sample=_sample(run) if weights == "int4" else None)
-    check_folder(out, f"the same weights of {source}", lambda: _same(out, planned), force=force)
+    check_folder(out, f"the same weights of {run_dir}", lambda: _same(out, planned), force=force)
     with writing_folder(out, [WEIGHTS_FILE]) as folder:  # a weights file there would be read instead
         planned.save(folder)
-        if (source / RUN_FILE).exists():
-            shutil.copyfile(source / RUN_FILE, folder / RUN_FILE)
+        if (run_dir / RUN_FILE).exists():
+            shutil.copyfile(run_dir / RUN_FILE, folder / RUN_FILE)
     before, after = (
-        (folder / name).stat().st_size for folder, name in ((source, WEIGHTS_FILE), (out, PLAN_FILE))
+        (folder / name).stat().st_size for folder, name in ((run_dir, WEIGHTS_FILE), (out, PLAN_FILE))
     )
     typer.echo(
         f"{out}: {after:,} bytes with {weights} weights, {after / before:.0%} of the {before:,} before"

@@ -58,7 +58,7 @@ def reproduce(
     trains only other contenders and seeds.
     """
     from unrolled import experiments
-    from unrolled.cli import _experiments
+    from unrolled.cli import _experiment_report, _experiments
     from unrolled.cli._device import choose
 
     of_runs = {"--scale": scale, "--only": only, "--table": table or None, "--shipped": shipped or None}
@@ -93,13 +93,13 @@ def reproduce(
         def on_end(results: "Results") -> None:
             nonlocal written
             if time.monotonic() - written >= REPORT_EVERY:
-                _write(results, scale, folder)
+                _experiment_report.write(results, scale, folder)
                 written = time.monotonic()
 
         results = _experiments.run(
             experiment, folder, contenders, data_dir, choose(device), on_end, shipped=shipped
         )
-    _write(results, scale, folder)
+    _experiment_report.write(results, scale, folder)
     _tell(results)
     typer.echo(f"\nThe report: {folder / 'report.html'}")
 
@@ -148,13 +148,6 @@ def _chosen(experiment: "Experiment", only: str | None) -> list[str]:
         if x not in experiment.contenders:
             raise ValueError(f"--only has {x!r}, but the contenders are {', '.join(experiment.contenders)}")
     return chosen
-
-
-def _write(results: "Results", scale: str, folder: Path) -> None:
-    """Write the report of the runs that have ended."""
-    from unrolled.cli import _experiment_report
-
-    _experiment_report.write(results, scale, folder)
 
 
 def _tell(results: "Results") -> None:

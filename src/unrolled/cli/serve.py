@@ -13,6 +13,8 @@ from unrolled.cli._options import Weights
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
+    from pydantic import ByteSize
+
     from unrolled.serving.opening import Options
 
 STATES_FILE = "states.sqlite"
@@ -97,8 +99,6 @@ def serve(
     sources = _folders(folders or [], demo)
     if name is not None and len(sources) > 1:
         raise ValueError(f"--name is {name}, but there are {len(sources)} models: serve one, or leave it out")
-    from pydantic import ByteSize
-
     size = _bytes("--memory", memory)
     most = None if state_bytes is None else _bytes("--state-bytes", state_bytes)
     at_hand = _bytes("--state-memory", state_memory)
@@ -126,12 +126,12 @@ def serve(
         port=port,
         weights=weights,
         rows=rows,
-        memory=ByteSize(size),
+        memory=size,
         queue=queue,
         timeout=timeout,
         ttl=None if ttl is None else seconds("--ttl", ttl),
-        state_bytes=None if most is None else ByteSize(most),
-        state_memory=ByteSize(at_hand),
+        state_bytes=most,
+        state_memory=at_hand,
         deterministic=deterministic,
         keys=keys,
         rate=rate,
@@ -202,14 +202,14 @@ def _without_password(url: str) -> str:
     return re.sub(r"^(\w+://)[^/]*@", r"\1", url)
 
 
-def _bytes(option: str, text: str) -> int:
+def _bytes(option: str, text: str) -> "ByteSize":
     """Read a size such as 4GB or 512MiB."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     try:
-        size = int(TypeAdapter(ByteSize).validate_python(text))
+        size = TypeAdapter(ByteSize).validate_python(text)
     except ValidationError:
-        size = 0
+        size = ByteSize(0)
     if size < 1:
         raise ValueError(f"{option} is {text}, but must be a size such as 4GB or 512MiB")
     return size

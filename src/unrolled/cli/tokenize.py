@@ -147,9 +147,7 @@ def _check(tokenizer: str, *, vocab_size: int | None, sample: int | None, end: s
     from unrolled.data import SMALLEST_VOCABULARY
 
     if tokenizer != "bpe":
-        for name, value in {"--vocab-size": vocab_size, "--sample": sample}.items():
-            if value is not None:
-                raise ValueError(f"{name} is for --tokenizer bpe, but it is {tokenizer}")
+        refuse({"--vocab-size": vocab_size, "--sample": sample}, f"--tokenizer bpe, but it is {tokenizer}")
     if tokenizer in LEARNED and end is not None:
         raise ValueError(f"--end is for a tokenizer.json, but --tokenizer is {tokenizer}")
     if vocab_size is not None and not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:

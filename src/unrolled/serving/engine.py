@@ -221,7 +221,7 @@ class Engine:
             if run.cancelled:
                 self._release(run)
             elif run.job.deadline <= now:
-                self._fail(run, late)
+                self._end(run, late)
 
     def _admit(self) -> None:
         """Start waiting jobs in turn, as long as there is room."""
@@ -240,7 +240,7 @@ class Engine:
             except Exception as error:  # of any type: it must end only this job, not the engine
                 _LOG.exception("a job could not be started")
                 self._writing.give_back(len(entry.job.keys))
-                self._fail(entry.run, EngineError(str(error)))
+                self._end(entry.run, EngineError(str(error)))
 
     def _read(self) -> None:
         """Read chunks of prompts in turn for about as long as a block of drawing takes."""
@@ -262,10 +262,10 @@ class Engine:
                 self._reading.remove(reading)
                 self._writing.begin(reading)
             else:
-                self._finish(run, Finished(reading.snapshots(self.digest)))
+                self._end(run, Finished(reading.snapshots(self.digest)))
         except Exception as error:
             _LOG.exception("a prompt could not be read")
-            self._fail(run, EngineError(f"the prompt could not be read: {error}"))
+            self._end(run, EngineError(f"the prompt could not be read: {error}"))
             return
         self.counts["cached"] += reading.cached
 
@@ -288,21 +288,15 @@ class Engine:
         self.counts["blocks"] += 1
         self.counts["seconds"] += took
         for run, event in written:
-            if isinstance(event, EngineError):
-                self._fail(run, event)
-            elif isinstance(event, Finished):
-                self._finish(run, event)
+            if isinstance(event, Finished | EngineError):
+                self._end(run, event)
             else:
                 self.counts["drawn"] += len(event.tokens) if isinstance(event, Drawn) else 0
                 self._told.append((run, event))
 
-    def _finish(self, run: Run, event: Finished) -> None:
+    def _end(self, run: Run, event: Finished | EngineError) -> None:
         self._release(run)
         self._told.append((run, event))
-
-    def _fail(self, run: Run, error: EngineError) -> None:
-        self._release(run)
-        self._told.append((run, error))
 
     def _release(self, run: Run) -> None:
         """Forget a job, and free its memory and its rows, drawn or reserved."""

@@ -81,7 +81,7 @@ class Options(BaseModel):
         """
         if self.name is not None and len(self.folders) > 1:
             raise ValueError(f"name is {self.name!r}, but there are {len(self.folders)} models")
-        limits = Limits(rows=self.rows, memory=int(self.memory), queue=self.queue, threads=threads)
+        limits = Limits(rows=self.rows, memory=self.memory, queue=self.queue, threads=threads)
         return [
             open_model(
                 folder, name=self.name, weights=self.weights, limits=limits, deterministic=self.deterministic
@@ -96,9 +96,8 @@ class Options(BaseModel):
             ValueError: the address is wrong, or this kind of store does not support `ttl` or `state_bytes`.
             OSError: the store cannot be reached, read or written.
         """
-        most = None if self.state_bytes is None else int(self.state_bytes)
-        store = open_store(self.states, state_bytes=most, ttl=self.ttl)
-        return States(store, int(self.state_memory), self.ttl)
+        store = open_store(self.states, state_bytes=self.state_bytes, ttl=self.ttl)
+        return States(store, self.state_memory, self.ttl)
 
     def settings(self) -> Settings:
         """Return the settings of the app.

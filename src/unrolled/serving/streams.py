@@ -1,6 +1,5 @@
 """Server-sent events: chunks of JSON that are sent to a client as soon as they are made."""
 
-import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -11,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from unrolled.serving.gone import unless_gone, until_gone
+from unrolled.serving.gone import GoneError, unless_gone
 from unrolled.serving.protocol.errors import ApiError
 
 Chunks = AsyncGenerator[dict[str, Any], None]
@@ -51,19 +50,10 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end or the client goes away."""
-        sending = asyncio.create_task(self._send(send))
-        gone = asyncio.create_task(until_gone(receive))
         try:
-            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done() and not isinstance(
-                sending.exception(), OSError
-            ):  # OSError: the client has gone
-                sending.result()
+            with suppress(GoneError, OSError):  # OSError: sending found that the client has gone
+                await unless_gone(Request(scope, receive), self._send(send))
         finally:
-            for task in (sending, gone):
-                task.cancel()
-                with suppress(asyncio.CancelledError, Exception):
-                    await task
             await self._chunks.aclose()
 
     async def _send(self, send: Send) -> None:

@@ -53,15 +53,13 @@ class Waiting(Generic[Item]):
 
     def remove(self, wanted: Callable[[Item], bool]) -> list[Item]:
         """Remove all items for which `wanted` is true, and return them."""
-        removed = []
-        for client, queue in list(self._queues.items()):
-            found = [item for item in queue if wanted(item)]
-            if found:
-                removed += found
-                kept = deque(item for item in queue if not wanted(item))
-                if kept:
-                    self._queues[client] = kept
-                else:
-                    del self._queues[client]
+        queues, self._queues = self._queues, {}
+        removed: list[Item] = []
+        for client, queue in queues.items():
+            kept: deque[Item] = deque()
+            for item in queue:  # asked once: another thread may change the answer
+                (removed if wanted(item) else kept).append(item)
+            if kept:
+                self._queues[client] = kept
         self._size -= len(removed)
         return removed

@@ -152,4 +152,4 @@ def _nbytes(layer: object) -> int:
     if isinstance(layer, StateLayer):
         return layer.nbytes()
     held = (getattr(layer, name, None) for name in ("keys", "values"))
-    return sum(x.numel() * x.element_size() for x in held if isinstance(x, Tensor))
+    return sum(x.nbytes for x in held if isinstance(x, Tensor))

@@ -131,14 +131,7 @@ def character_tokenizer(characters: Sequence[str] | None) -> PreTrainedTokenizer
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         tokenizer.decoder = decoders.Fuse()
         size = len(ids)
-    made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=END,
-        padding_side="left",
-        model_input_names=["input_ids", "attention_mask"],
-        clean_up_tokenization_spaces=False,
-    )
+    made = _of_transformers(tokenizer, END)
     assert made.pad_token_id == size
     return made
 
@@ -154,8 +147,12 @@ def text_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
     """
     tokenizer = vocabulary.text_tokenizer
     end = END if tokenizer.end is None else tokenizer.name(tokenizer.end)
+    return _of_transformers(Tokenizer.from_str(tokenizer.to_json()), end)
+
+
+def _of_transformers(tokenizer: Tokenizer, end: str | None) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=Tokenizer.from_str(tokenizer.to_json()),
+        tokenizer_object=tokenizer,
         eos_token=end,
         pad_token=end,
         padding_side="left",
