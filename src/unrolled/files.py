@@ -51,6 +51,12 @@ def write_file(file: Path, content: str | bytes | Callable[[Path], object]) -> N
             temporary.unlink(missing_ok=True)
 
 
+def file_digest(file: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
 def read_object(file: Path) -> dict[str, object]:
     """Return the JSON object in a file; an empty dict if there is no object or it cannot be read."""
     try:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from unrolled.data import Vocabulary
-from unrolled.data._tokenizer import END, LONGEST_PIECE, SMALLEST, TextTokenizer, byte_letters, pieces
+from unrolled.data._bpe import SMALLEST
+from unrolled.data._tokenizer import END, LONGEST_PIECE, TextTokenizer, byte_letters, pieces
 
 TEXTS = [story(i) for i in range(200)]
 PAIRS = TextTokenizer.learn(TEXTS, 340)

@@ -13,13 +13,13 @@ from typing import Any, cast
 from unrolled.contract import Batch, Split
 from unrolled.data._base import BaseDataset, Task
 from unrolled.data._bpe import END_ID
+from unrolled.data._bpe import SMALLEST as SMALLEST_VOCABULARY
 from unrolled.data._corpus.documents import Documents
 from unrolled.data._corpus.index import Index as CorpusIndex
 from unrolled.data._corpus.index import is_corpus
 from unrolled.data._corpus.writing import Tokenizing
 from unrolled.data._files import folder as data_folder
 from unrolled.data._reading import TokenTexts
-from unrolled.data._tokenizer import SMALLEST as SMALLEST_VOCABULARY
 from unrolled.data._tokenizer import byte_letters
 from unrolled.data._vocabulary import FILE_NAME as VOCABULARY_FILE
 from unrolled.data._vocabulary import Vocabulary

@@ -12,6 +12,7 @@ from unrolled.contract import IGNORED, Batch
 from unrolled.data._base import Task
 from unrolled.data._drawn import DrawnDataset
 from unrolled.fields import Size
+from unrolled.ops.masks import padding_mask
 
 
 @dataclass
@@ -68,7 +69,7 @@ class BitsDataset(DrawnDataset):
         sizes = torch.tensor([row.inputs.shape[1] for row in rows])
         inputs = pad_sequence([row.inputs[0] for row in rows], batch_first=True)
         targets = pad_sequence([row.targets[0] for row in rows], batch_first=True, padding_value=IGNORED)
-        return Batch(inputs, targets, torch.arange(inputs.shape[1]) >= sizes.unsqueeze(1))
+        return Batch(inputs, targets, padding_mask(sizes))
 
     @abstractmethod
     def _draw_examples(self, rng: np.random.Generator, size: tuple[int, ...], count: int) -> Batch:

@@ -5,8 +5,7 @@ Sennrich et al. 2016, "Neural Machine Translation of Rare Words with Subword Uni
 """
 
 from collections.abc import Iterable, Sequence
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,18 +37,7 @@ class BytePairs:
         Raises:
             ImportError: the library `tokenizers` is not installed.
         """
-        tokenizers = _library()
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
-        tokenizer.decoder = tokenizers.decoders.ByteLevel()
-        trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            min_frequency=2,
-            special_tokens=[END],
-            initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=False,
-        )
-        tokenizer.train_from_iterator(texts, trainer)
+        tokenizer = learned(_library(), texts, vocab_size, end=END, add_prefix_space=True)
         tokenizer.encode_special_tokens = True  # in a text, "</s>" is four characters
         return cls(tokenizer)
 
@@ -107,7 +95,16 @@ class BytePairs:
         return text.removeprefix(" ")  # added before the first word
 
 
-def _library() -> ModuleType:
+def _library() -> Any:
+    return import_tokenizers("byte pairs need", "translate")
+
+
+def import_tokenizers(user: str, extra: str) -> Any:
+    """Import the library `tokenizers`, for a `user` such as "this needs".
+
+    Raises:
+        ImportError: the library is not installed.
+    """
     try:
         import tokenizers
         import tokenizers.decoders
@@ -116,6 +113,24 @@ def _library() -> ModuleType:
         import tokenizers.trainers
     except ImportError as error:
         raise ImportError(
-            f"byte pairs need the library tokenizers, which is missing: {how_to_install('translate')}"
+            f"{user} the library tokenizers, which is missing: {how_to_install(extra)}"
         ) from error
     return tokenizers
+
+
+def learned(
+    library: Any, texts: Iterable[str], vocab_size: int, *, end: str, add_prefix_space: bool
+) -> "Tokenizer":
+    """Learn merges until there are `vocab_size` ids, or no pair occurs twice; id 0 is the token `end`."""
+    tokenizer: Tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[end],
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer

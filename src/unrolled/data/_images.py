@@ -123,3 +123,22 @@ class ImageDataset(EpochDataset):
         pixels = self._images[split][rows].flatten(1).long()
         start = pixels.new_full((len(pixels), 1), self.vocab_size)
         return Batch(torch.cat([start, pixels[:, :-1]], dim=1), pixels)
+
+
+class LabelledImages(EpochDataset):
+    """Images as sequences of grey levels, with one of ten labels for each.
+
+    A subclass sets `length`, and `_examples` to the levels and the labels of each split.
+    """
+
+    task: ClassVar[Task] = "labels"
+    vocab_size: ClassVar[int] = 256
+    n_classes: ClassVar[int] = 10
+    _examples: dict[Split, tuple[Tensor, Tensor]]
+
+    def _count(self, split: Split) -> int:
+        return len(self._examples[split][0])
+
+    def _rows(self, split: Split, rows: Tensor) -> Batch:
+        levels, labels = self._examples[split]
+        return Batch(levels[rows].long(), labels[rows].long())

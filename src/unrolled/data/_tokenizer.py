@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from unrolled.data._bpe import import_tokenizers, learned
 from unrolled.data._reading import TokenTexts
-from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 END = "<|endoftext|>"
-SMALLEST = 257  # the end of a document and the bytes
 DEFAULT_SIZE = 8_000
 UNKNOWN = "<unk>"
 WORDS = r"\n|\w+(?:['’.-]\w+)*|[^\w\s]"
@@ -60,19 +59,7 @@ class TextTokenizer:
         Raises:
             ImportError: the library `tokenizers` is not installed.
         """
-        library: Any = _library()
-        tokenizer = library.Tokenizer(library.models.BPE())
-        tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = library.decoders.ByteLevel()
-        trainer = library.trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            min_frequency=2,
-            special_tokens=[END],
-            initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=False,
-        )
-        tokenizer.train_from_iterator(texts, trainer)
-        return cls(tokenizer, 0)
+        return cls(learned(_library(), texts, vocab_size, end=END, add_prefix_space=False), 0)
 
     @classmethod
     def learn_words(
@@ -87,7 +74,7 @@ class TextTokenizer:
         Raises:
             ImportError: the library `tokenizers` is not installed.
         """
-        library: Any = _library()
+        library = _library()
         splitter = library.pre_tokenizers.Split(library.Regex(word), "removed", invert=True)
         counts = Counter(found for text in texts for found, _ in splitter.pre_tokenize_str(text))
         del counts[UNKNOWN]
@@ -106,7 +93,7 @@ class TextTokenizer:
             ImportError: the library `tokenizers` is not installed.
             ValueError: the text is not a tokenizer, or the tokenizer has no id `end`.
         """
-        library: Any = _library()
+        library = _library()
         try:
             found = cls(library.Tokenizer.from_str(text), end)
         except Exception as error:  # the library raises plain Exception
@@ -251,15 +238,5 @@ def byte_letters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-def _library() -> object:
-    try:
-        import tokenizers
-        import tokenizers.decoders
-        import tokenizers.models
-        import tokenizers.pre_tokenizers
-        import tokenizers.trainers
-    except ImportError as error:
-        raise ImportError(
-            f"this needs the library tokenizers, which is missing: {how_to_install('tokenize')}"
-        ) from error
-    return tokenizers
+def _library() -> Any:
+    return import_tokenizers("this needs", "tokenize")

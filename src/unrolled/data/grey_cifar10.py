@@ -11,16 +11,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from unrolled.contract import Batch, Split
-from unrolled.data._base import Task
-from unrolled.data._images import EpochDataset
+from unrolled.data._images import LabelledImages
 from unrolled.data.cifar10 import read
 
 GREY = (0.2989, 0.587, 0.114)
 
 
 @dataclass
-class GreyCifar10Dataset(EpochDataset):
+class GreyCifar10Dataset(LabelledImages):
     """50,000 training images, validated on the 10,000 test images; one of ten labels for each.
 
     Attributes:
@@ -34,24 +32,14 @@ class GreyCifar10Dataset(EpochDataset):
     subset: bool = False
     data_dir: str | Path | None = None
 
-    task: ClassVar[Task] = "labels"
-    vocab_size: ClassVar[int] = 256
     length: ClassVar[int] = 32 * 32
-    n_classes: ClassVar[int] = 10
 
     def __post_init__(self) -> None:
         super().__post_init__()
         photographs = read(self.data_dir, subset=self.subset)
-        self._examples: dict[Split, tuple[Tensor, Tensor]] = {
+        self._examples = {
             split: (grey(images).flatten(1), labels) for split, (images, labels) in photographs.items()
         }
-
-    def _count(self, split: Split) -> int:
-        return len(self._examples[split][0])
-
-    def _rows(self, split: Split, rows: Tensor) -> Batch:
-        levels, labels = self._examples[split]
-        return Batch(levels[rows].long(), labels[rows])
 
 
 def grey(images: Tensor) -> Tensor:

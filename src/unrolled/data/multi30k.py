@@ -21,6 +21,7 @@ from unrolled.data._checks import check_request
 from unrolled.data._files import PublishedFile, read_published
 from unrolled.data._images import EpochDataset, epoch_rows_by_length
 from unrolled.data._vocabulary import Vocabulary
+from unrolled.ops.masks import padding_mask
 
 Direction = Literal["en-de", "de-en"]
 URL = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw"
@@ -153,9 +154,8 @@ def as_batch(pairs: Pairs) -> Batch:
     sources, targets = zip(*pairs, strict=True)
     lengths = torch.tensor([len(source) for source in sources])
     inputs = torch.nn.utils.rnn.pad_sequence(list(sources), batch_first=True, padding_value=END_ID)
-    padding = torch.arange(inputs.shape[1]) >= lengths.unsqueeze(1)
     labels = torch.nn.utils.rnn.pad_sequence(list(targets), batch_first=True, padding_value=IGNORED)
-    return Batch(inputs, labels, padding)
+    return Batch(inputs, labels, padding_mask(lengths))
 
 
 def join(sentences: Sequence[str], n: int) -> list[str]:

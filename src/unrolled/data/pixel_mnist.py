@@ -11,17 +11,14 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from unrolled.contract import Batch, Split
 from unrolled.data import mnist
-from unrolled.data._base import Task
 from unrolled.data._files import read_published
-from unrolled.data._images import EpochDataset
+from unrolled.data._images import LabelledImages
 
 
 @dataclass
-class PixelMnistDataset(EpochDataset):
+class PixelMnistDataset(LabelledImages):
     """60,000 training images, validated on the 10,000 test images, as sequences of 784 grey levels.
 
     Attributes:
@@ -35,17 +32,14 @@ class PixelMnistDataset(EpochDataset):
     permuted: bool = False
     data_dir: str | Path | None = None
 
-    task: ClassVar[Task] = "labels"
-    vocab_size: ClassVar[int] = 256
     length: ClassVar[int] = 28 * 28
-    n_classes: ClassVar[int] = 10
 
     def __post_init__(self) -> None:
         super().__post_init__()
         order = torch.arange(self.length)
         if self.permuted:
             order = torch.from_numpy(np.random.default_rng(0).permutation(self.length))
-        self._examples: dict[Split, tuple[Tensor, Tensor]] = {
+        self._examples = {
             split: (
                 mnist.parse_idx_images(read_published(mnist.FILES[split], self.data_dir)).flatten(1)[
                     :, order
@@ -54,10 +48,3 @@ class PixelMnistDataset(EpochDataset):
             )
             for split in mnist.FILES
         }
-
-    def _count(self, split: Split) -> int:
-        return len(self._examples[split][0])
-
-    def _rows(self, split: Split, rows: Tensor) -> Batch:
-        levels, labels = self._examples[split]
-        return Batch(levels[rows].long(), labels[rows].long())

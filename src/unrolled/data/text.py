@@ -13,10 +13,11 @@ from torch import Tensor
 
 from unrolled.contract import IGNORED, Batch, Split
 from unrolled.data._base import BaseDataset, Task
+from unrolled.data._bpe import SMALLEST
 from unrolled.data._checks import check_batch_size, check_request, check_split
 from unrolled.data._codec import Codec
 from unrolled.data._files import PublishedFile, read_file, read_published
-from unrolled.data._tokenizer import BLANKS, DEFAULT_SIZE, SMALLEST, WORDS, TextTokenizer, pieces
+from unrolled.data._tokenizer import BLANKS, DEFAULT_SIZE, WORDS, TextTokenizer, pieces
 from unrolled.data._vocabulary import Vocabulary
 from unrolled.data._windows import Order, consecutive, shifted
 from unrolled.fields import Size

@@ -4,6 +4,7 @@ Both hold the same numbers. A plan keeps the numbers of a sequence in one row, w
 place: sums S, then z; a window with the token at position p in slot p % window; a cache without padding.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -83,10 +84,7 @@ def _filled(like: Any, found: Fields, rows: int) -> Any:
 
 def _part(fixed: Tensor, place: int, sizes: tuple[int, ...]) -> Tensor:
     """View a part of the rows."""
-    n = 1
-    for size in sizes:
-        n *= size
-    return fixed[:, place : place + n].view(len(fixed), *sizes)
+    return fixed[:, place : place + math.prod(sizes)].view(len(fixed), *sizes)
 
 
 def _read_convolution(slot: "Slot", parts: Fields, after: "PlanState") -> None:

@@ -23,14 +23,6 @@ _TWO_STEPS = {"train.steps": 2, "train.seconds": None, "train.eval_batches": 1, 
 
 
 @dataclass(frozen=True)
-class Contender:
-    """One of the models that are compared: settings like `model.attention` that override the experiment's."""
-
-    name: str
-    settings: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class Trial:
     """A run: a contender with a value of each swept setting, and a seed."""
 

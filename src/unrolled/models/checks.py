@@ -18,7 +18,7 @@ def check_ids(name: str, ids: Tensor, n_ids: int, table: Tensor | None = None, a
     """
     check_tensor(name, ids)
     if ids.dim() != axes.count(",") + 1 or ids.dtype != torch.long:
-        raise ValueError(f"{name} is {ids.dtype} of shape {shape(ids)}, but must be torch.long {axes}")
+        raise wrong(name, ids, f"torch.long {axes}")
     if table is not None:
         check_device(name, ids, table)
     if may_read(ids) and ids.numel():

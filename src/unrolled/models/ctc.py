@@ -24,7 +24,7 @@ from unrolled.models.checks import check_targets
 from unrolled.models.config import ModelConfig
 from unrolled.models.heads import Categorical
 from unrolled.models.saving import SavedModel
-from unrolled.ops.checks import check_device, check_key_padding_mask, check_tensor, shape, wrong, wrong_shape
+from unrolled.ops.checks import check_device, check_key_padding_mask, check_tensor, wrong, wrong_shape
 from unrolled.ops.dense import Layer
 from unrolled.ops.masks import without_padding
 from unrolled.ops.sequence import refuse
@@ -93,8 +93,7 @@ class CTCModel(SavedModel):
         check_tensor("x", x)
         check_device("x", x, weight)
         if x.dim() != 3 or x.shape[1] == 0 or x.shape[2] != self.n_mels or not x.is_floating_point():
-            must_be = f"floating point [B, T, {self.n_mels}] with T of at least 1"
-            raise wrong("x", f"{x.dtype} of shape {shape(x)}", must_be)
+            raise wrong("x", x, f"floating point [B, T, {self.n_mels}] with T of at least 1")
         padding = None if key_padding_mask is None else _padding(x, key_padding_mask)
         left = None if padding is None else subsampled(padding)
         return self.head.log_probs(self.encode(self.subsampling(x.to(weight.dtype), padding), left))

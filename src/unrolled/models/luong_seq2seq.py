@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from unrolled.fields import Size
 from unrolled.models.cells import run_lstm
 from unrolled.models.seq2seq import AttentiveSeq2SeqConfig, Seq2Seq, make_attention
+from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.recurrent import lstm_step
 
@@ -69,7 +70,7 @@ class LuongSeq2Seq(Seq2Seq[LuongSeq2SeqState]):
 
     def encode(self, source: Tensor, key_padding_mask: Tensor) -> LuongSeq2SeqState:
         """Read the source from left to right, without padding."""
-        order = key_padding_mask.to(torch.int8).argsort(dim=1, stable=True)  # padding to the right
+        order = valid_first(key_padding_mask)
         x = self.dropout(self.source_embedding(source.gather(1, order)))
         if len(source):
             lengths = (~key_padding_mask).sum(1).cpu()
@@ -78,9 +79,8 @@ class LuongSeq2Seq(Seq2Seq[LuongSeq2SeqState]):
             out, _ = pad_packed_sequence(out, batch_first=True, total_length=source.shape[1])
         else:  # torch cannot pack an empty batch
             out, (h, c) = run_lstm(self.encoder, x)
-        # undo the order that put padding on the right
-        place = order.argsort(dim=1).unsqueeze(-1).expand(-1, -1, out.shape[-1])
-        attended = self.attention.read(out.gather(1, place), key_padding_mask=key_padding_mask)
+        out = reorder(out, order.argsort(dim=1))
+        attended = self.attention.read(out, key_padding_mask=key_padding_mask)
         dtype = accumulation_dtype(x.dtype)
         h, c = (z.transpose(0, 1).to(dtype) for z in (h, c))
         return LuongSeq2SeqState(h, c, torch.zeros_like(h[:, 0]), attended)

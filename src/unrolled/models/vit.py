@@ -173,7 +173,7 @@ class ViT(RecomputingModel):
         check_tensor("x", x)
         if not x.is_floating_point() or shape(x)[1:] != expected:
             sizes = ", ".join(map(str, expected))
-            raise ValueError(f"x is {x.dtype} of shape {shape(x)}, but must be floating point [B, {sizes}]")
+            raise wrong("x", x, f"floating point [B, {sizes}]")
         check_device("x", x, self.embedding.project.weight)
         y = self.embedding(x).to(self.embedding.project.weight.dtype)  # autocast must not narrow the stream
         if self.class_token is not None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from unrolled.training.interfaces import Trainable
 from unrolled.training.processes import Processes
@@ -95,7 +96,7 @@ class _Methods:
 def _used(result: object) -> set[int]:
     """Return the ids of the parameters from which tensors were computed."""
     found, seen = set(), set()
-    left = [x.grad_fn for x in _tensors(result)]
+    left = [x.grad_fn for x in tree_leaves(result) if isinstance(x, Tensor)]
     while left:
         node = left.pop()
         if node is None or node in seen:
@@ -105,12 +106,6 @@ def _used(result: object) -> set[int]:
             found.add(id(node.variable))
         left += [following for following, _ in node.next_functions]
     return found
-
-
-def _tensors(result: object) -> list[Tensor]:
-    if isinstance(result, Tensor):
-        return [result]
-    return [x for part in result for x in _tensors(part)] if isinstance(result, tuple | list) else []
 
 
 def _add(

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -17,6 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from unrolled.contract import UnsupportedError
 from unrolled.files import system_errors
+from unrolled.training._sharded import Shapes
 from unrolled.training.processes import ElsewhereError, Processes
 
 try:
@@ -25,8 +25,6 @@ except ImportError as error:
     raise UnsupportedError(
         "sharded checkpoints need torch 2.10 or newer; use shard=1, or a newer torch"
     ) from error
-
-Shapes = dict[str, tuple[torch.Size, torch.dtype]]
 
 
 def write(folder: Path, tensors: dict[str, Tensor], processes: Processes) -> None:

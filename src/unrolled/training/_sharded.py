@@ -8,7 +8,6 @@ folder. Any number of processes can read them. Nothing is written in the backgro
 only when all its parts are, and waiting for that during later steps would need a copy of the weights.
 """
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unrolled.files import file_digest
 from unrolled.folders import STAGING, replacing_files
 from unrolled.training.processes import Processes
 
@@ -49,7 +49,7 @@ def save(
             _dcp.write(staged, tensors, processes)
         with processes.agreed():
             if processes.first:
-                digests = {file.name: _sha256(file) for file in sorted(staged.iterdir())}
+                digests = {file.name: file_digest(file) for file in sorted(staged.iterdir())}
                 text = json.dumps({"folder": place, "sha256": digests, **document})
                 (run_dir / STAGING / DOCUMENT).write_text(text, encoding="utf-8")
                 shutil.rmtree(run_dir / place, ignore_errors=True)  # left by a process that was killed
@@ -97,7 +97,7 @@ def shapes_of(run_dir: Path, document: Mapping[str, Any], processes: Processes) 
             file = folder / name
             if not file.is_file():
                 raise ValueError(f"{file} is missing: each process must see the whole folder of the run")
-            if _sha256(file) != digest:
+            if file_digest(file) != digest:
                 raise ValueError(f"{file} was changed after it was saved: its SHA-256 differs")
     return _dcp.shapes(folder)
 
@@ -125,8 +125,3 @@ def next_folder(run_dir: Path) -> str:
     except ValueError:  # there is none, or a damaged one, which is replaced
         used = None
     return f"{FOLDER}/b" if used == f"{FOLDER}/a" else f"{FOLDER}/a"
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -27,7 +27,7 @@ from unrolled.training.evaluation import count_targets, only_predicted
 from unrolled.training.gradients import add_gradient
 from unrolled.training.interfaces import Recomputes, Trainable
 from unrolled.training.optim import Schedule, build_optimizers
-from unrolled.training.processes import ALONE, Processes, joined
+from unrolled.training.processes import Processes, joined
 from unrolled.training.segments import Continues, check_continues
 from unrolled.training.slices import check_slices, teams
 from unrolled.training.spread import spread, whole
@@ -78,7 +78,7 @@ def _check_trainable(model: object) -> None:
         )
 
 
-def begin(model: Trainable, config: TrainConfig, processes: Processes = ALONE) -> TrainState:
+def begin(model: Trainable, config: TrainConfig, processes: Processes) -> TrainState:
     """Make the optimisers and the schedule, seed torch's random generators, and spread the model.
 
     Raises:
@@ -113,7 +113,7 @@ def go_back(run_dir: Path, state: TrainState, identity: Mapping[str, object], co
     return resumed
 
 
-def fit(model: Trainable, dataset: Dataset, config: TrainConfig, processes: Processes = ALONE) -> None:
+def fit(model: Trainable, dataset: Dataset, config: TrainConfig, processes: Processes) -> None:
     """Check that the model supports the options of the config, and turn on gradient checkpointing if set.
 
     Raises:

@@ -269,15 +269,11 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of a checkpoint, none if it is sharded, and its document."""
     if path.name == _sharded.DOCUMENT:
         return {}, _sharded.read_document(path.parent)
-    text = _text(path)
-    return {name: x.clone() for name, x in load_tensors(path).items()}, json.loads(text)
-
-
-def _text(path: Path) -> str:
     metadata = read_header(path).metadata
     if JSON_KEY not in metadata or DIGEST_KEY not in metadata:
         raise ValueError(f"{path} is a safetensors file, but not a training checkpoint")
-    return metadata[JSON_KEY]
+    tensors = {name: x.clone() for name, x in load_tensors(path).items()}
+    return tensors, json.loads(metadata[JSON_KEY])
 
 
 def _parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:

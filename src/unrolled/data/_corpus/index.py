@@ -10,7 +10,6 @@ A shard may begin inside a document. A part is the shards with one number; a spl
 has no shard.
 """
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -131,12 +130,6 @@ def is_corpus(folder: Path) -> bool:
 def shard_files(split: Split, number: int) -> tuple[str, str]:
     """Return the names of the two files of a shard: its ids, and the places where documents begin."""
     return f"{split}-{number:05}.npy", f"{split}-{number:05}-starts.npy"
-
-
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with path.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _part(values: dict[str, Any]) -> Part:

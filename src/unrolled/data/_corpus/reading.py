@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from unrolled.contract import Split
-from unrolled.data._corpus.index import TOKENIZER_FILE, Index, Shard, file_digest, shard_files
+from unrolled.data._corpus.index import TOKENIZER_FILE, Index, Shard, shard_files
 from unrolled.data._tokenizer import TextTokenizer
-from unrolled.files import read_object
+from unrolled.files import file_digest, read_object
 
 MAPPED = 256  # files mapped at a time; each takes a file descriptor
 

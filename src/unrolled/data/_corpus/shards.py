@@ -9,8 +9,8 @@ import numpy as np
 
 from unrolled.contract import Split
 from unrolled.data._corpus.documents import Piece
-from unrolled.data._corpus.index import Part, Shard, file_digest, shard_files
-from unrolled.files import system_errors
+from unrolled.data._corpus.index import Part, Shard, shard_files
+from unrolled.files import file_digest, system_errors
 
 
 class GrowingFile:

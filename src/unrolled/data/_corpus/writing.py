@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 
 from unrolled.contract import Split
+from unrolled.data._bpe import SMALLEST
 from unrolled.data._corpus.documents import Documents, Piece
-from unrolled.data._corpus.index import FILE_NAME, TOKENIZER_FILE, Index, file_digest, is_corpus
+from unrolled.data._corpus.index import FILE_NAME, TOKENIZER_FILE, Index, is_corpus
 from unrolled.data._corpus.reading import default_end
 from unrolled.data._corpus.shards import PartWriter, is_intact, remove_parts
 from unrolled.data._corpus.splitting import Splitting
-from unrolled.data._tokenizer import SMALLEST, TextTokenizer
-from unrolled.files import write_file
+from unrolled.data._tokenizer import TextTokenizer
+from unrolled.files import file_digest, write_file
 from unrolled.folders import held
 
 BATCH = 2**19  # characters encoded by one thread at a time
