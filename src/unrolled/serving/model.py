@@ -14,7 +14,7 @@ from unrolled.data import Vocabulary
 from unrolled.decode import Plan, load, load_model, packed_form, plan
 from unrolled.decode.packing import LAYOUT, Weights
 from unrolled.decode.saving import VERSION, Unfilled
-from unrolled.files import read_object
+from unrolled.files import file_digest, read_object
 from unrolled.models import Decoder, PerceiverAR
 from unrolled.models.saving import CONFIG_FILE, PLAN_FILE, WEIGHTS_FILE
 from unrolled.ops import native
@@ -174,10 +174,8 @@ def _weights_file(folder: Path) -> Path:
 
 def _digest(file: Path, form: str) -> str:
     """Return the SHA-256 of everything that states depend on."""
-    with file.open("rb") as content:
-        weights = hashlib.file_digest(content, "sha256").hexdigest()
     config = file.with_name(CONFIG_FILE).read_text(encoding="utf-8")
-    parts = [weights, config, form, LAYOUT, VERSION, unrolled.__version__]
+    parts = [file_digest(file), config, form, LAYOUT, VERSION, unrolled.__version__]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
