@@ -228,7 +228,7 @@ class ClusteredAttention(MultiHeadAttention[None, bool]):
         super().__init__(d_model, n_heads, **common)
         check_integers(1, n_clusters=n_clusters)
         check_integers(0, n_keys=n_keys, iterations=iterations)
-        if type(bits) is not int or not 1 <= bits <= MAX_BITS:
+        if not 1 <= bits <= MAX_BITS:
             raise ValueError(f"bits is {bits!r}, but must be between 1 and {MAX_BITS}")
         self.n_clusters, self.n_keys, self.iterations = n_clusters, n_keys, iterations
         self.hash = Projection(1, bits, self.head_dim + 1, "independent", seed)
