@@ -11,9 +11,8 @@ from torch.nn.functional import pad
 
 def cut(x: Tensor, C: int) -> Tensor:
     """[B,T,...] -> [B,n,C,...], with zeros after the last token."""
-    n = -(-x.shape[1] // C)
-    x = pad(x, (*[0, 0] * (x.dim() - 2), 0, n * C - x.shape[1]))
-    return x.reshape(x.shape[0], n, C, *x.shape[2:])
+    end = x.new_zeros(x.shape[0], -x.shape[1] % C, *x.shape[2:])
+    return torch.cat([x, end], 1).reshape(x.shape[0], -(-x.shape[1] // C), C, *x.shape[2:])
 
 
 def split_chunks(x: Tensor, n: int, C: int, G: int) -> Tensor:
