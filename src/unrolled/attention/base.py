@@ -276,7 +276,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             UnsupportedError: the attention is causal, has rotary positions or no cross-attention, or the
                 output of one query depends on other queries.
         """
-        k, v, key_padding_mask = self._read(memory, key_padding_mask)
+        k, v = self._read(memory, key_padding_mask)
         if key_padding_mask is None:
             key_padding_mask = torch.zeros(memory.shape[:2], dtype=torch.bool, device=memory.device)
         return Memory(k, v, key_padding_mask)
@@ -533,8 +533,8 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         check_key_padding_mask(key_padding_mask, *x.shape[:2])
         return without_padding(x, key_padding_mask)
 
-    def _read(self, memory: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Check a memory; return its keys, values and mask."""
+    def _read(self, memory: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Check a memory; return its keys and values."""
         sequence.refuse("a memory")
         self.refuse("cross", memory, "cross-attention")
         if not self.supports.single_queries or self.causal or self.rotary:
@@ -545,7 +545,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         self._check_input("memory", memory)
         memory = self._without_padding(memory, Masks(key_padding_mask))
         _, k, v = self.project(memory[:, :0], memory)
-        return k, v, key_padding_mask
+        return k, v
 
     def _check_no_rotary(self) -> None:
         if self.rotary:

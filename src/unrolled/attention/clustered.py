@@ -61,8 +61,7 @@ def sign_clusters(codes: Tensor, n_clusters: int, iterations: int, padding: Tens
         iterations: how often centroids are updated.
         padding: `[X,T]`, True = no query; its cluster has no meaning.
     """
-    X, T, bits = codes.shape
-    row = torch.arange(X, device=codes.device).unsqueeze(1)
+    T, bits = codes.shape[1:]
     codes = codes.masked_fill(padding.unsqueeze(-1), 0)
     # Initial centroids: of the u distinct hashes in order, those at floor(c u / C).
     powers = 2 ** torch.arange(bits, device=codes.device)
@@ -72,7 +71,7 @@ def sign_clusters(codes: Tensor, n_clusters: int, iterations: int, padding: Tens
     rank = first.cumsum(1)
     number = torch.arange(n_clusters, device=codes.device) * rank[:, -1:] // n_clusters + 1
     nth = torch.searchsorted(rank, number).clamp(max=T - 1)
-    centroids = codes[row, order.gather(1, nth)]
+    centroids = reorder(codes, order.gather(1, nth))
     for _ in range(iterations):
         nearest = (codes @ centroids.mT).argmax(-1)
         votes = _sum_by(nearest, codes, n_clusters)
@@ -229,7 +228,7 @@ class ClusteredAttention(MultiHeadAttention[None, bool]):
         super().__init__(d_model, n_heads, **common)
         check_integers(1, n_clusters=n_clusters)
         check_integers(0, n_keys=n_keys, iterations=iterations)
-        if type(bits) is not int or not 1 <= bits <= MAX_BITS:
+        if not 1 <= bits <= MAX_BITS:
             raise ValueError(f"bits is {bits!r}, but must be between 1 and {MAX_BITS}")
         self.n_clusters, self.n_keys, self.iterations = n_clusters, n_keys, iterations
         self.hash = Projection(1, bits, self.head_dim + 1, "independent", seed)

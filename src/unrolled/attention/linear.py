@@ -191,7 +191,7 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
 
     def read(self, memory: Tensor, *, key_padding_mask: Tensor | None = None) -> LinearState:
         """Reduce `memory [B,S,d_model]` to the sums that queries need: S `[B,G,R,M]` and z `[B,G,R]`."""
-        k, v, key_padding_mask = self._read(memory, key_padding_mask)
+        k, v = self._read(memory, key_padding_mask)
         q = k.new_empty(k.shape[0], 0, self.n_heads, self.head_dim)
         heads: Heads[None] = Heads(q, k, v)
         return self._attend(heads, None, Masks(key_padding_mask), causal=False)[1]

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from unrolled.attention._options import BIDIRECTIONAL_ONLY
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.ops.checks import check_key_padding_mask, check_qkv
+from unrolled.ops.chunks import cut
 from unrolled.ops.masks import without_padding
 from unrolled.ops.options import check_integers
 from unrolled.ops.packing import reorder, valid_first
@@ -110,17 +111,10 @@ class WindowProjection(Projection):
         """Return the slots whose first token is padding."""
         return padding[:, :: self.window]
 
-    def _windows(self, x: Tensor) -> Tensor:
-        """Cut `[B,S,...]` into `[B,slots,window,...]`, with zeros after the end."""
-        missing = -x.shape[1] % self.window
-        end = x.new_zeros(x.shape[0], missing, *x.shape[2:])
-        slots = (x.shape[1] + missing) // self.window
-        return torch.cat([x, end], dim=1).reshape(x.shape[0], slots, self.window, *x.shape[2:])
-
     def _present(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """Return whether each place of each window has a token, `[B,slots,window,1,1]`."""
         present = x.new_ones(x.shape[:2], dtype=torch.bool) if padding is None else ~padding
-        return self._windows(present)[..., None, None]
+        return cut(present, self.window)[..., None, None]
 
 
 class MeanPooling(WindowProjection):
@@ -129,7 +123,7 @@ class MeanPooling(WindowProjection):
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """Project `x [B,S,G,W]` to `[B,slots,G,W]`."""
         count = self._present(x, padding).sum(2).clamp(min=1)
-        total = self._windows(x).sum(2, dtype=accumulation_dtype(x.dtype))  # a sum may overflow fp16
+        total = cut(x, self.window).sum(2, dtype=accumulation_dtype(x.dtype))  # a sum may overflow fp16
         return (total / count).to(x.dtype)
 
 
@@ -139,7 +133,7 @@ class MaxPooling(WindowProjection):
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """Project `x [B,S,G,W]` to `[B,slots,G,W]`."""
         lowest = torch.finfo(x.dtype).min
-        return self._windows(x).masked_fill(~self._present(x, padding), lowest).amax(2)
+        return cut(x, self.window).masked_fill(~self._present(x, padding), lowest).amax(2)
 
 
 class Convolution(WindowProjection):
@@ -152,7 +146,7 @@ class Convolution(WindowProjection):
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """Project `x [B,S,G,W]` to `[B,slots,G,W]`."""
         kernel = self.weight if self.n_heads is not None else self.weight.expand(x.shape[2], -1)
-        return torch.einsum("bsngw,gn->bsgw", self._windows(x), kernel)
+        return torch.einsum("bsngw,gn->bsgw", cut(x, self.window), kernel)
 
 
 PROJECTIONS: dict[str, type[Projection]] = {

@@ -39,6 +39,7 @@ from unrolled.attention._options import GENERAL
 from unrolled.attention._packed import attend_packed
 from unrolled.attention._parts import Part, attend_to_all
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
+from unrolled.ops.chunks import cut
 from unrolled.ops.dense import Linear
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import merge_softmax
@@ -296,11 +297,9 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
 
     def _chunk_landmarks(self, tokens: Sequence[Tensor], padding: Tensor | None) -> tuple[Tensor, ...]:
         """Make the landmarks `[B,n,r,G,D]` of all chunks of `k, v, logits`; unfinished ones are not used."""
-        (B, T), l = tokens[0].shape[:2], self.chunk  # noqa: E741
-        n = -(-T // l)
-        k, v, logits = (_pad(x, 0, n * l - T).reshape(B, n, l, *x.shape[2:]) for x in tokens)
+        k, v, logits = (cut(x, self.chunk) for x in tokens)
         if padding is not None:
-            padding = pad(padding, (0, n * l - T), value=True).reshape(B, n, l)
+            padding = ~cut(~padding, self.chunk)
         return tuple(_normalised(pool(logits, x, padding), self.landmark_norm).to(v.dtype) for x in (k, v))
 
     def init_heads(self, batch_size: int) -> LongShortState:

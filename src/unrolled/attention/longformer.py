@@ -91,12 +91,6 @@ def _check_within(positions: Sequence[int], length: int) -> None:
             raise ValueError(f"global_tokens has position {position}, but must be below the length {length}")
 
 
-def _tokens_at(places: Tensor, x: Tensor) -> Tensor:
-    """Return `x [B,T,...]` at `places [B,g]`: `[B,g,...]`; `take_along_dim` would fix an exported length."""
-    index = places.reshape(*places.shape, *[1] * (x.dim() - 2))
-    return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
-
-
 def longformer_reference(local: Projected, global_: Projected, is_global: Tensor, window: Tensor) -> Tensor:
     """One head of one row by the equations.
 
@@ -246,7 +240,7 @@ class LongformerAttention(SlidingWindow[Globals]):
         places = valid_first(~is_global)[:, :n_global]
         missing = torch.arange(n_global, device=q.device) >= is_global.sum(1, keepdim=True)
         hidden = is_global if padding is None else is_global | padding
-        global_k, global_v = _tokens_at(places, k), _tokens_at(places, v)
+        global_k, global_v = reorder(k, places), reorder(v, places)
         far = attend_to_all(q, global_k, global_v, missing)
         o, _ = merge_softmax([self.near(q, k, v, key_padding_mask=hidden), far])
         # Global queries: all keys by the global projections, written over the outputs of the local queries.
@@ -262,7 +256,7 @@ class LongformerAttention(SlidingWindow[Globals]):
         assert self.global_proj is not None  # otherwise there are no global tokens
         (B, T, _), g = x.shape, places.shape[1]
         widths = [self.widths[0], sum(self.widths[1:])]
-        q = linear_part(self.global_proj, widths, 0, _tokens_at(places, x))
+        q = linear_part(self.global_proj, widths, 0, reorder(x, places))
         k, v = torch.split(linear_part(self.global_proj, widths, 1, x), self.widths[1:], -1)
         q = q.reshape(B, g, self.n_heads, self.head_dim)
         k = k.reshape(B, T, self.n_kv_heads, self.head_dim)

@@ -18,13 +18,13 @@ Cannot: run bidirectionally, read another sequence, or honour an arbitrary `attn
 Equals softmax attention: never. With a = 1, d = 1 and c = 0 it is unnormalised linear attention.
 """
 
-import math
 from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
+from unrolled.attention._delta import random_decay_biases
 from unrolled.attention._heads import check_groups, of_every_head
 from unrolled.attention._options import ONE_WAY
 from unrolled.attention._state import total_decay, without_denominator
@@ -88,9 +88,8 @@ class Mamba2(MultiHeadAttention[Mamba2State, Steps]):
         self.step_proj = Linear(d_model, n_heads)
         # Paces start from 1 to H, as in the library transformers; step sizes are log-uniform, as published.
         self.log_pace = nn.Parameter(torch.arange(1.0, n_heads + 1).log())
-        begin = torch.empty(n_heads).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         with torch.no_grad():
-            self.step_proj.bias.copy_(begin.expm1().log())
+            self.step_proj.bias.copy_(random_decay_biases(n_heads))
         self.skip = nn.Parameter(torch.ones(n_heads))
         self.gate_proj = Linear(d_model, n_heads * self.value_dim, bias=self.qkv_proj.bias is not None)
         self.norm = HeadRMSNorm(n_groups, n_heads // n_groups * self.value_dim, eps)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from unrolled.ops.checks import check_qkv, may_read, transforming, wrong
+from unrolled.ops.chunks import cut
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import average_and_lse
 from unrolled.ops.operators import differentiable_gradients
@@ -201,9 +202,7 @@ def _groups(places: Tensor, per_pair: int, device: torch.device) -> list[slice]:
 
 def _cut(x: Tensor, size: int) -> Tensor:
     """`[B,T,H,D]` to blocks `[B,H,N,size,D]`, with zeros after the end."""
-    B, T, H, D = x.shape
-    x = pad(x, (0, 0, 0, 0, 0, -T % size))
-    return x.reshape(B, -(-T // size), size, H, D).permute(0, 3, 1, 2, 4)
+    return cut(x, size).permute(0, 3, 1, 2, 4)
 
 
 def _padding(key_padding_mask: Tensor | None, B: int, S: int, size: int, device: torch.device) -> Tensor:

@@ -1,12 +1,18 @@
 """Sequences cut into chunks, and the states between them: what the chunked forms of recurrences share.
 
-A chunked tensor is `[X,n,P,C,D]`: X = B*G key heads, n chunks, P = H/G query heads that share a key head, C
-tokens to a chunk.
+`cut` is for any form. For the others, a chunked tensor is `[X,n,P,C,D]`: X = B*G key heads, n chunks, P = H/G
+query heads that share a key head, C tokens to a chunk.
 """
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+
+def cut(x: Tensor, C: int) -> Tensor:
+    """[B,T,...] -> [B,n,C,...], with zeros after the last token."""
+    end = x.new_zeros(x.shape[0], -x.shape[1] % C, *x.shape[2:])
+    return torch.cat([x, end], 1).reshape(x.shape[0], -(-x.shape[1] // C), C, *x.shape[2:])
 
 
 def split_chunks(x: Tensor, n: int, C: int, G: int) -> Tensor:

@@ -49,12 +49,12 @@ def valid_first(key_padding_mask: Tensor) -> Tensor:
 
 
 def reorder(x: Tensor, places: Tensor) -> Tensor:
-    """y[b, i] = x[b, places[b, i]] for `x [B,S,...]` and `places [B,N]`.
+    """y[b, i] = x[b, places[b, i]] for `x [B,S,...]` and `places [B,N]`, or with several axes for i.
 
     To undo a permutation, reorder by `places.argsort(1)`.
     """
     B, S = x.shape[:2]
-    row = torch.arange(B, device=places.device).unsqueeze(1)
+    row = torch.arange(B, device=places.device).view(-1, *[1] * (places.dim() - 1))
     # One flat selection of rows: its backward pass is as fast as its forward pass, unlike that of
     # x[row, places].
     return x.flatten(0, 1).index_select(0, (row * S + places).flatten()).reshape(*places.shape, *x.shape[2:])

@@ -74,8 +74,6 @@ class Projection(nn.Module):
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), device="cpu"))
         check_integers(0, seed=seed)
-        if not seed < 2**63:
-            raise ValueError(f"seed is {seed}, but must be at least 0 and below 2^63")
         self.rows = rows
         self.register_buffer("weight", torch.empty(n_heads, n_features, dim))
         self.register_buffer("seed", torch.tensor(seed))

@@ -63,9 +63,24 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
 
         A step at padding (`[B,T]`, True) leaves the state of its row as it was; its output has no meaning.
         """
-        if inputs.shape[1] == 0:  # an empty output that autograd can differentiate
+        return self._unroll(self.advance, inputs, state, padding)
+
+    def _unroll(
+        self,
+        advance: Callable[[Tensor, State], tuple[Tensor, State]],
+        inputs: Tensor,
+        state: State,
+        padding: Tensor | None,
+    ) -> tuple[Tensor, State]:
+        """Run one step after the other; see `scan`."""
+        outputs = []
+        for t, now in enumerate(inputs.unbind(1)):
+            y, after = advance(now, state)
+            state = after if padding is None else keep(padding[:, t], state, after)
+            outputs.append(y)
+        if not outputs:  # an empty output that autograd can differentiate
             return nn.functional.pad(inputs[..., :0], (0, self.hidden_size)), state
-        return unroll(self.advance, inputs, state, padding)
+        return torch.stack(outputs, 1), state
 
     def fused(self, x: Tensor, state: State) -> tuple[Tensor, State] | None:
         """Run `project` and `scan` without padding in one kernel; return None where there is no kernel."""
@@ -175,21 +190,6 @@ def check_layer(name: str, layer: object) -> None:
     """Require a recurrent layer."""
     if not isinstance(layer, RecurrentLayer):
         raise ValueError(f"{name} is a {type(layer).__name__}, but must be a RecurrentLayer")
-
-
-def unroll(
-    advance: Callable[[Tensor, State], tuple[Tensor, State]],
-    inputs: Tensor,
-    state: State,
-    padding: Tensor | None,
-) -> tuple[Tensor, State]:
-    """Run one step after the other, at least one; see `RecurrentLayer.scan`."""
-    outputs = []
-    for t, now in enumerate(inputs.unbind(1)):
-        y, after = advance(now, state)
-        state = after if padding is None else keep(padding[:, t], state, after)
-        outputs.append(y)
-    return torch.stack(outputs, 1), state
 
 
 def uniform(module: nn.Module, size: int) -> None:

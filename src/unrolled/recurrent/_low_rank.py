@@ -22,7 +22,7 @@ class LowRank(nn.Module):
 
     def __init__(self, rows: int, columns: int, rank: int):
         super().__init__()
-        if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= columns:
+        if not 1 <= rank <= columns:
             raise ValueError(f"rank is {rank!r}, but must be an integer from 1 to hidden_size = {columns}")
         bound = (3 / (columns * rank)) ** 0.25  # rank * (bound^2 / 3)^2 = 1 / (3 columns)
         self.A = nn.Parameter(torch.empty(rows, rank).uniform_(-bound, bound))

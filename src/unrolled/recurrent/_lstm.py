@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unrolled.recurrent._layer import RecurrentLayer, uniform, unroll
+from unrolled.recurrent._layer import RecurrentLayer, uniform
 
 
 class LSTMState(NamedTuple):
@@ -42,9 +42,7 @@ class LSTMLayer(RecurrentLayer[LSTMState]):
 
     def scan(self, inputs: Tensor, state: LSTMState, padding: Tensor | None) -> tuple[Tensor, LSTMState]:
         """Run all steps, with U prepared once for all."""
-        if inputs.shape[1] == 0:
-            return super().scan(inputs, state, padding)
-        return unroll(partial(_advance, self.recurrence()), inputs, state, padding)
+        return self._unroll(partial(_advance, self.recurrence()), inputs, state, padding)
 
 
 def _advance(recur: Callable[[Tensor], Tensor], inputs: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.recurrent._kronecker import factor_sizes, fuse, matvec
-from unrolled.recurrent._layer import RecurrentLayer, uniform, unroll
+from unrolled.recurrent._layer import RecurrentLayer, uniform
 
 
 class KroneckerState(NamedTuple):
@@ -70,9 +70,7 @@ class KroneckerRNN(RecurrentLayer[KroneckerState]):
         self, inputs: Tensor, state: KroneckerState, padding: Tensor | None
     ) -> tuple[Tensor, KroneckerState]:
         """Run all steps, with the factors fused once for all."""
-        if inputs.shape[1] == 0:
-            return super().scan(inputs, state, padding)
-        return unroll(partial(_advance, self._fused_factors()), inputs, state, padding)
+        return self._unroll(partial(_advance, self._fused_factors()), inputs, state, padding)
 
     def unitary_penalty(self) -> Tensor:
         """sum_f ||W_f^H W_f - I||^2 (Frobenius), a real number to add to a loss, times a weight.

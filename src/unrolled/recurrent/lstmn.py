@@ -89,7 +89,7 @@ class LSTMN(RecurrentLayer[LSTMNState]):
     ):
         super().__init__(input_size, hidden_size)
         for name, size in (("score_size", score_size), ("tape_length", tape_length)):
-            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            if size is not None and size < 1:
                 raise ValueError(f"{name} is {size!r}, but must be a whole number of at least 1, or None")
         if tape_length is not None:
             self.supports = RecurrentLayer.supports

@@ -44,6 +44,7 @@ from unrolled.contract import UnsupportedError
 from unrolled.ops.checks import may_read
 from unrolled.ops.masks import causal_mask, without_padding
 from unrolled.ops.options import check_integers
+from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.state_checks import CONSTANT
 
@@ -158,13 +159,14 @@ class AFT(MultiHeadAttention[AFTState, None]):
                 return self._masked(k, v, rows.clamp(min=0), number.clamp(min=0), padding, masks.attn_mask)
             keys = Keys(k, v, None, place)
             if padding is not None:  # valid keys first, in their order
-                order = padding.long().argsort(dim=1, stable=True)
+                order = valid_first(padding)
                 valid = place < (~padding).sum(1, keepdim=True)
-                keys = Keys(_pick(k, order), _pick(v, order), valid, place)
+                keys = Keys(reorder(k, order), reorder(v, order), valid, place)
             average = self._average(keys, T)
             if padding is None and (T == S or not self.causal):
                 return average
-            return _pick(average, rows.clamp(min=0).expand(B, -1)).masked_fill((rows < 0)[..., None, None], 0)
+            average = reorder(average, rows.clamp(min=0).expand(B, -1))
+            return average.masked_fill((rows < 0)[..., None, None], 0)
 
     def _average(self, keys: Keys, T: int) -> Tensor:
         if self.causal:
@@ -211,8 +213,8 @@ class AFT(MultiHeadAttention[AFTState, None]):
         rows, seen = new, torch.full((B,), T, device=k.device)
         if key_padding_mask is not None:
             k, v = without_padding(k, key_padding_mask), without_padding(v, key_padding_mask)
-            order = key_padding_mask.long().argsort(dim=1, stable=True)
-            k, v = _pick(k, order), _pick(v, order)
+            order = valid_first(key_padding_mask)
+            k, v = reorder(k, order), reorder(v, order)
             rows, seen = (~key_padding_mask).cumsum(1) - 1, (~key_padding_mask).sum(1)
         self._check_length((state.position + seen - 1).unsqueeze(1))
         valid = torch.cat([self._recent(state), new < seen.unsqueeze(1)], dim=1)
@@ -224,13 +226,13 @@ class AFT(MultiHeadAttention[AFTState, None]):
             old = OldSums(state.k_max, state.sums)
             average, after = average_causal(keys, self.bias, self.window, old, first=W)
         if key_padding_mask is not None:
-            average = _pick(average, rows.clamp(min=0)).masked_fill((rows < 0)[..., None, None], 0)
+            average = reorder(average, rows.clamp(min=0)).masked_fill((rows < 0)[..., None, None], 0)
         # The window of the next token has the last `kept` keys.
         kept = min(W + T, max(0, self.window - 1))
         left = (W + seen - kept).unsqueeze(1)
         recent = (left + torch.arange(kept, device=k.device)).clamp(min=0)
-        k_max, sums = (_pick(x, left.clamp(min=0)).squeeze(1) for x in after)
-        state = AFTState(_pick(keys.k, recent), _pick(keys.v, recent), k_max, sums, state.position + seen)
+        k_max, sums = (reorder(x, left.clamp(min=0)).squeeze(1) for x in after)
+        state = AFTState(reorder(keys.k, recent), reorder(keys.v, recent), k_max, sums, state.position + seen)
         return self._gated(q, heads.v, average), state
 
     def step_heads(self, heads: Heads[None], state: AFTState) -> tuple[Tensor, AFTState]:
@@ -273,8 +275,3 @@ class AFT(MultiHeadAttention[AFTState, None]):
             raise ValueError(
                 f"the sequence is {longest} tokens long, but aft was made for max_length = {self.max_length}"
             )
-
-
-def _pick(x: Tensor, index: Tensor) -> Tensor:
-    """Return `x [B,L,...]` at `index [B,n]`, which differs between rows: `[B,n,...]`."""
-    return torch.take_along_dim(x, index.reshape(*index.shape, *[1] * (x.dim() - 2)), 1)

@@ -24,6 +24,7 @@ from unrolled.ops.checks import check_key_padding_mask, check_qkv, observed, sha
 from unrolled.ops.merge import average_and_lse, merge_softmax
 from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.operators import differentiable_gradients
+from unrolled.ops.packing import reorder
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 
 ABSENT = -1  # the bucket of padding
@@ -288,20 +289,20 @@ def _round(tokens: Tokens, sets: Sets, layout: Layout, r: int, scale: float) -> 
     block, other = layout.tokens[:, r], layout.other[:, r]
     # Any block may replace a missing one, since its tokens are masked. This uses `%` because Inductor fails
     # on a clamped `arange` as index.
-    beside = _take(block, other % other.shape[-1]).masked_fill((other == ABSENT).unsqueeze(-1), ABSENT)
+    beside = reorder(block, other % other.shape[-1]).masked_fill((other == ABSENT).unsqueeze(-1), ABSENT)
     readable = torch.cat([beside, block], -1)
     i, j = block.clamp(min=0), readable.clamp(min=0)
     rounds = [
-        sets.reads(_take(query, i).unsqueeze(3), _take(key, j).unsqueeze(2))
+        sets.reads(reorder(query, i).unsqueeze(3), reorder(key, j).unsqueeze(2))
         for query, key in zip(sets.query.unbind(1), sets.key.unbind(1), strict=True)
     ]
     allowed = rounds[r] & (readable != ABSENT).unsqueeze(2)
     if sets.may_read is not None:
         allowed = allowed & sets.may_read(i.unsqueeze(3), j.unsqueeze(2))
     count = allowed if len(rounds) == 1 else allowed * sum(x.short() for x in rounds)
-    o, lse = _average(_take(tokens.q, i), _take(tokens.k, j), _take(tokens.v, j), count, scale)
+    o, lse = _average(reorder(tokens.q, i), reorder(tokens.k, j), reorder(tokens.v, j), count, scale)
     slot = layout.slot[:, r]
-    return _take(o.flatten(1, 2), slot), _take(lse.flatten(1, 2), slot)
+    return reorder(o.flatten(1, 2), slot), reorder(lse.flatten(1, 2), slot)
 
 
 def _average(q: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -367,10 +368,3 @@ class _Average(torch.autograd.Function):
         delta = (do * o).sum(-1, keepdim=True) - dlse
         ds = torch.baddbmm(-delta, do, v.mT).mul_(weights)
         return scale * (ds @ k), scale * (ds.mT @ q), weights.mT @ do, None, None
-
-
-def _take(x: Tensor, places: Tensor) -> Tensor:
-    """Return y[n, ...] = x[n, places[n, ...]] for `x [N,T,...]`."""
-    row = torch.arange(len(x), device=x.device).view(-1, *[1] * (places.dim() - 1))
-    flat = x.flatten(0, 1).index_select(0, (row * x.shape[1] + places).flatten())
-    return flat.view(*places.shape, *x.shape[2:])

@@ -28,6 +28,7 @@ from unrolled.attention._padding import zero_padding
 from unrolled.attention._parts import Part, attend_to_all
 from unrolled.ops.block_sparse import block_sparse_attention
 from unrolled.ops.checks import check_qkv
+from unrolled.ops.chunks import cut
 from unrolled.ops.merge import merge_softmax
 from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.options import check_integers, check_integers_only
@@ -157,7 +158,7 @@ def _near(q: Tensor, k: Tensor, v: Tensor, layout: Layout, padding: Tensor | Non
         window_size = (layout.window, 0 if layout.causal else layout.window)
         return window_attention(q, k, v, window_size=window_size, key_padding_mask=padding, return_lse=True)
     (B, T), stride = q.shape[:2], layout.stride
-    q, k, v = (_cut(x, stride).flatten(0, 1) for x in (q, k, v))
+    q, k, v = (cut(x, stride).flatten(0, 1) for x in (q, k, v))
     padding = None if layout.causal else _cut_padding(padding, B, T, stride, q.device).flatten(0, 1)
     window_size = (-1, 0 if layout.causal else -1)
     part = window_attention(q, k, v, window_size=window_size, key_padding_mask=padding, return_lse=True)
@@ -176,7 +177,7 @@ def _residues(
     N = -(-T // stride)
     if gap >= N > 0:
         return []
-    q, k, v = (_cut(x, stride).transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    q, k, v = (cut(x, stride).transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     mask = None
     if not layout.causal:
         mask = _cut_padding(padding, B, T, stride, q.device).transpose(1, 2).flatten(0, 1)
@@ -227,13 +228,13 @@ def _summaries(
     (B, T), stride = q.shape[:2], layout.stride
     N, size, parts = -(-T // stride), 1, []
     mask = None if layout.causal else _cut_padding(padding, B, T, stride, q.device)[:, :, places]
-    q, k, v = _cut(q, stride), _cut(k, stride)[:, :, places], _cut(v, stride)[:, :, places]
+    q, k, v = cut(q, stride), cut(k, stride)[:, :, places], cut(v, stride)[:, :, places]
     while size < N:
         pairs = -(-N // (2 * size))
 
         def halves(x: Tensor, size: int = size, pairs: int = pairs) -> tuple[Tensor, Tensor]:
             if pairs > 1:
-                x = _cut(x, 2 * size).flatten(0, 1)
+                x = cut(x, 2 * size).flatten(0, 1)
             return x[:, :size].flatten(1, 2), x[:, size:].flatten(1, 2)
 
         (q_0, q_1), (k_0, k_1), (v_0, v_1) = halves(q), halves(k), halves(v)
@@ -253,13 +254,7 @@ def _summaries(
     return parts
 
 
-def _cut(x: Tensor, stride: int) -> Tensor:
-    """Cut `[B,T,...]` into blocks `[B,N,stride,...]`, with zeros after the end."""
-    end = x.new_zeros(x.shape[0], -x.shape[1] % stride, *x.shape[2:])
-    return torch.cat([x, end], 1).reshape(x.shape[0], -(-x.shape[1] // stride), stride, *x.shape[2:])
-
-
 def _cut_padding(padding: Tensor | None, B: int, T: int, stride: int, device: torch.device) -> Tensor:
     """Cut the padding into blocks `[B,N,stride]`, True also after the end."""
     padding = torch.zeros(B, T, dtype=torch.bool, device=device) if padding is None else padding
-    return ~_cut(~padding, stride)
+    return ~cut(~padding, stride)

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from unrolled.attention.sparse_transformer.factorized import Layout, factorized_attention
 from unrolled.ops.checks import check_key_padding_mask, check_qkv, check_step, may_read, shape
+from unrolled.ops.packing import reorder
 from unrolled.ops.positions import positions_from_padding
 from unrolled.ops.precision import without_autocast
 
@@ -151,9 +152,7 @@ def _gathered(
 
 def _take(x: Tensor, place: Tensor) -> Tensor:
     """Read `x [B,P,G,D]` at `place [B,X]`, moved into range: `[B,X,G,D]`."""
-    B, P = x.shape[:2]
-    row = torch.arange(B, device=x.device).unsqueeze(1) * P + place.clamp(0, P - 1)
-    return x.flatten(0, 1).index_select(0, row.flatten()).reshape(*place.shape, *x.shape[2:])
+    return reorder(x, place.clamp(0, x.shape[1] - 1))
 
 
 def _positions_kept(layout: Layout, past: Tensor, query: Tensor, base: Tensor) -> Tensor:

@@ -39,19 +39,16 @@ class Part(NamedTuple):
     @property
     def keys(self) -> Axes:
         """Return the number of keys of a group on each axis."""
-        t, h, w = (m + 2 * r for m, r in zip(self.members, self.halo, strict=True))
-        return t, h, w
+        return axes([m + 2 * r for m, r in zip(self.members, self.halo, strict=True)])
 
     def groups(self, size: Axes) -> Axes:
         """Return the number of groups on each axis, rounded up."""
-        t, h, w = (-(-n // (m * s)) for n, m, s in zip(size, self.members, self.step, strict=True))
-        return t, h, w
+        return axes([-(-n // (m * s)) for n, m, s in zip(size, self.members, self.step, strict=True)])
 
     def overhang(self, size: Axes) -> Axes:
         """Return by how much the groups exceed each axis."""
         needed = zip(self.groups(size), self.members, self.step, size, strict=True)
-        t, h, w = (groups * m * s - n for groups, m, s, n in needed)
-        return t, h, w
+        return axes([groups * m * s - n for groups, m, s, n in needed])
 
 
 def volume(x: Tensor, size: Axes) -> Tensor:
@@ -63,7 +60,7 @@ def volume(x: Tensor, size: Axes) -> Tensor:
 def grouped(x: Tensor, part: Part) -> Tensor:
     """Cut a volume `[B,H,*size,W]` into groups: `[B,H,P,members,W]`."""
     size = axes(x.shape[2:5])
-    x = _pad(x, (0, 0, 0), part.overhang(size))
+    x = _pad(x, part.overhang(size))
     (t, h, w), (m_t, m_h, m_w), (s_t, s_h, s_w) = part.groups(size), part.members, part.step
     x = x.reshape(*x.shape[:2], t, m_t, s_t, h, m_h, s_h, w, m_w, s_w, x.shape[-1])
     return x.permute(0, 1, 2, 4, 5, 7, 8, 10, 3, 6, 9, 11).flatten(8, 10).flatten(2, 7)
@@ -81,8 +78,7 @@ def read_by_groups(x: Tensor, part: Part) -> Tensor:
     """Cut a volume `[B,H,*size,W]` into the places that each group reads: `[B,H,P,keys,W]`."""
     if not any(part.halo):
         return grouped(x, part)
-    t, h, w = part.overhang(axes(x.shape[2:5]))
-    x = _pad(x, (0, 0, 0), (t, h, w))
+    x = _pad(x, part.overhang(axes(x.shape[2:5])))
     for axis, members, halo in zip((2, 4, 6), part.members, part.halo, strict=True):
         x = _windows(x, axis, members, halo)
     return x.permute(0, 1, 2, 4, 6, 3, 5, 7, 8).flatten(5, 7).flatten(2, 4)
@@ -119,9 +115,7 @@ def near(distances: list[Tensor], radius: Axes) -> Tensor:
     return pairs.flatten(3).flatten(0, 2)
 
 
-def _pad(x: Tensor, before: Axes, after: Axes) -> Tensor:
-    """Add zeros, or False, before and after the three axes of a volume."""
-    if not any(before) and not any(after):
-        return x
-    (t, h, w), (t_end, h_end, w_end) = before, after
-    return F.pad(x, (0, 0, w, w_end, h, h_end, t, t_end))
+def _pad(x: Tensor, after: Axes) -> Tensor:
+    """Add zeros, or False, after the three axes of a volume."""
+    t, h, w = after
+    return F.pad(x, (0, 0, 0, w, 0, h, 0, t)) if any(after) else x

@@ -1,7 +1,6 @@
 """Dispatch of the delta rule to the kernels, as one torch operator, or to the plain form."""
 
 from types import ModuleType
-from typing import Any
 
 from torch import Tensor
 
@@ -9,8 +8,8 @@ from unrolled.ops.checks import inferring, transforming
 from unrolled.ops.delta import chunked, native, packed, triton
 from unrolled.ops.delta.chunked import Inputs
 from unrolled.ops.dispatch import choose, prefers
-from unrolled.ops.operators import register
 from unrolled.ops.precision import promoted
+from unrolled.ops.recurrence import register_recurrence
 
 BACKENDS = {"triton": triton, "native": native, "plain": packed}  # the fastest first
 
@@ -41,44 +40,10 @@ def _chosen(inputs: Inputs) -> ModuleType:
     return choose(backends, None, inputs.q, inputs.q, inputs.v)
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    inputs = Inputs(*arguments[:6])
-    o, state = _chosen(inputs).forward(inputs, arguments[6])
-    return o, state
-
-
-def _backward(grad_o: Tensor, grad_state: Tensor, *arguments: Any) -> list[Tensor]:
-    inputs = Inputs(*arguments[:6])
-    found: list[Tensor] = _chosen(inputs).backward(grad_o, grad_state, inputs, arguments[6])
-    return found
-
-
-def _plain(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return packed.forward(Inputs(*arguments[:6]), arguments[6])
-
-
-def _like_outputs(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor, *_: object
-) -> tuple[Tensor, Tensor]:
-    return v.new_empty(*q.shape[:3], v.shape[3]), state.new_empty(state.shape)
-
-
-def _like_gradients(grad_o: Tensor, grad_state: Tensor, *arguments: Tensor | None) -> list[Tensor]:
-    none = grad_o.new_empty(0).double()
-    return [none if x is None else x.new_empty(x.shape) for x in arguments[:6]]
-
-
-_operator = register(
-    "delta_rule_kernels(Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? log_decay, Tensor state,"
-    " Tensor? cu_seqlens) -> (Tensor, Tensor)",
-    "delta_rule_kernels_backward(Tensor grad_o, Tensor grad_state, Tensor q, Tensor k, Tensor v, Tensor beta,"
-    " Tensor? log_decay, Tensor state, Tensor? cu_seqlens) -> Tensor[]",
-    _forward,
-    _backward,
-    _plain,
-    like_outputs=_like_outputs,
-    like_gradients=_like_gradients,
-    n_inputs=6,
-    n_tensors=7,
-    n_outputs=2,
+_operator = register_recurrence(
+    "delta_rule_kernels",
+    "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? log_decay, Tensor state, Tensor? cu_seqlens",
+    Inputs,
+    _chosen,
+    packed.forward,
 )

@@ -1,7 +1,6 @@
 """Dispatch of `dplr` to the kernels, as one torch operator, or to the plain form."""
 
 from types import ModuleType
-from typing import Any
 
 from torch import Tensor
 
@@ -9,8 +8,8 @@ from unrolled.ops.checks import inferring, transforming
 from unrolled.ops.dispatch import choose, prefers
 from unrolled.ops.dplr import chunked, native, packed
 from unrolled.ops.dplr.chunked import Inputs
-from unrolled.ops.operators import register
 from unrolled.ops.precision import promoted
+from unrolled.ops.recurrence import register_recurrence
 
 BACKENDS = {"native": native, "plain": packed}  # the fastest first
 
@@ -40,37 +39,10 @@ def _chosen(inputs: Inputs) -> ModuleType:
     return choose(BACKENDS, None, inputs.q, inputs.q, inputs.v)
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    inputs = Inputs(*arguments[:7])
-    o, state = _chosen(inputs).forward(inputs, arguments[7])
-    return o, state
-
-
-def _backward(grad_o: Tensor, grad_state: Tensor, *arguments: Any) -> list[Tensor]:
-    inputs = Inputs(*arguments[:7])
-    found: list[Tensor] = _chosen(inputs).backward(grad_o, grad_state, inputs, arguments[7])
-    return found
-
-
-def _plain(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return packed.forward(Inputs(*arguments[:7]), arguments[7])
-
-
-def _like_outputs(*arguments: Tensor) -> tuple[Tensor, Tensor]:
-    v, state = arguments[2], arguments[6]
-    return v.new_empty(v.shape), state.new_empty(state.shape)
-
-
-_operator = register(
-    "dplr_kernels(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor log_decay, Tensor state,"
-    " Tensor? cu_seqlens) -> (Tensor, Tensor)",
-    "dplr_kernels_backward(Tensor grad_o, Tensor grad_state, Tensor q, Tensor k, Tensor v, Tensor a,"
-    " Tensor b, Tensor log_decay, Tensor state, Tensor? cu_seqlens) -> Tensor[]",
-    _forward,
-    _backward,
-    _plain,
-    like_outputs=_like_outputs,
-    n_inputs=7,
-    n_tensors=8,
-    n_outputs=2,
+_operator = register_recurrence(
+    "dplr_kernels",
+    "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor log_decay, Tensor state, Tensor? cu_seqlens",
+    Inputs,
+    _chosen,
+    packed.forward,
 )

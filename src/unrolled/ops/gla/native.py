@@ -15,10 +15,8 @@ __all__ = ["backward", "forward", "step", "supports"]
 def forward(inputs: Inputs, cu_seqlens: Tensor | None, rates: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute what `packed.forward` does; with `rates [B,T,G]`, the delta rule with these gates."""
     problem, _kept = _described(inputs, cu_seqlens, rates)
-    o, state = (
-        inputs.v.new_empty(*inputs.q.shape[:3], inputs.v.shape[3]),
-        inputs.state.new_empty(inputs.state.shape),
-    )
+    o = inputs.v.new_empty(*inputs.q.shape[:3], inputs.v.shape[3])
+    state = inputs.state.new_empty(inputs.state.shape)
     native.call("gla_forward", problem, struct("GlaOutputs")(o=address(o), state=address(state)))
     return o, state
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from unrolled.ops.gla import chunked
 from unrolled.ops.masks import without_padding
 from unrolled.ops.packing import length_buckets, put_tokens
+from unrolled.ops.recurrence import run_packed
 
 
 class Inputs(NamedTuple):
@@ -29,15 +30,7 @@ def supports(q: Tensor, v: Tensor) -> bool:
 
 def forward(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute `o [B,T,H,M]` and the states after the last keys, by differentiable operations."""
-    if cu_seqlens is None:
-        return chunked.forward(*inputs)
-    *tokenwise, state = inputs
-    o, after = inputs.v.new_zeros(*inputs.q.shape[:3], inputs.v.shape[3]), state.new_zeros(state.shape)
-    for rows, tokens, padding in length_buckets(cu_seqlens, inputs.q.shape[1]):
-        q, k, v, log_decay = (without_padding(x[0, tokens], padding) for x in tokenwise)
-        o_part, state_part = chunked.forward(q, k, v, log_decay, state[rows])
-        o, after = put_tokens(o, tokens, padding, o_part), after.index_copy(0, rows, state_part)
-    return o, after
+    return run_packed(lambda part: chunked.forward(*part), inputs, cu_seqlens)
 
 
 def backward(grad_o: Tensor, grad_state: Tensor, inputs: Inputs, cu_seqlens: Tensor | None) -> list[Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.ops.checks import check_qkv
+from unrolled.ops.chunks import cut
 from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.positions import positions_from_cu_seqlens
@@ -115,7 +116,7 @@ def dilated_window(
     elif right and T % d:
         key_padding_mask = torch.zeros(B, S - unread, dtype=torch.bool, device=q.device)
     if key_padding_mask is not None:
-        key_padding_mask = _classes(key_padding_mask, d, filler=True)
+        key_padding_mask = ~_classes(~key_padding_mask, d)
     classes = (_classes(x, d) for x in (q, k, v))
     o, lse = window_attention(
         *classes, window_size=(left, right), key_padding_mask=key_padding_mask, return_lse=True
@@ -143,15 +144,12 @@ def _packed(
     return o[:, back], lse[:, back]
 
 
-def _classes(x: Tensor, d: int, filler: bool = False) -> Tensor:
-    """[B,T,...] -> [B*d,ceil(T/d),...]: token i to row i mod d, with a filler where one row is shorter."""
-    B, T = x.shape[:2]
-    n = -(-T // d)
-    x = F.pad(x, (*[0, 0] * (x.dim() - 2), 0, n * d - T), value=filler)
-    return x.reshape(B, n, d, *x.shape[2:]).transpose(1, 2).reshape(B * d, n, *x.shape[2:])
+def _classes(x: Tensor, d: int) -> Tensor:
+    """[B,T,...] -> [B*d,ceil(T/d),...]: token i to row i mod d, with zeros where one row is shorter."""
+    return cut(x, d).transpose(1, 2).flatten(0, 1)
 
 
 def _interleaved(x: Tensor, B: int, d: int) -> Tensor:
-    """Undo `_classes`, but keep the fillers."""
+    """Undo `_classes`, but keep the zeros."""
     n, rest = x.shape[1], x.shape[2:]
     return x.reshape(B, d, n, *rest).transpose(1, 2).reshape(B, n * d, *rest)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.precision import without_autocast
-from unrolled.ops.window.blocks import Inputs, Options
+from unrolled.ops.window.blocks import Inputs, Options, bounded
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -74,7 +74,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
 
 def readable_blocks(left: int, right: int, T: int, S: int, device: torch.device) -> Blocks:
     """Compute which blocks of scores the window covers; blocks that extend beyond T or S are read partly."""
-    left, right = S if left < 0 else left, T if right < 0 else right
+    left, right = bounded((left, right), T, S)
     first = torch.arange(0, T, BLOCK, device=device).unsqueeze(-1) + (S - T)
     last = (first + BLOCK - 1).clamp(max=S - 1)
     low = torch.arange(0, S, BLOCK, device=device)
@@ -113,9 +113,9 @@ def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def _window(left: int, right: int, T: int, S: int, device: torch.device) -> Callable[..., Tensor]:
     """Make flex's `mask_mod`. The bounds are a tensor, as each pair of constants would be compiled again."""
+    left, right = bounded((left, right), T, S)
     # The range of j - i, where query i has the position i + S - T.
-    limits = [(S - T) - (S if left < 0 else left), (S - T) + (T if right < 0 else right)]
-    bounds = torch.tensor(limits, device=device)
+    bounds = torch.tensor([S - T - left, S - T + right], device=device)
 
     def may_read(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j - i >= bounds[0]) & (j - i <= bounds[1])
