@@ -1,7 +1,7 @@
 """What recurrences of matrices share: packed sequences that run together, and one torch operator.
 
-Their inputs are a NamedTuple: q `[B,T,H,D]`, k `[B,T,G,D]`, v `[B,T,G,M]`, other tensors `[B,T,...]` or None, and last
-the state, with one row per sequence. Each form returns `o [B,T,H,M]` and the last state.
+Their inputs are a NamedTuple: q `[B,T,H,D]`, k `[B,T,G,D]`, v `[B,T,G,M]`, other tensors `[B,T,...]` or None,
+and last the state, with one row per sequence. Each form returns `o [B,T,H,M]` and the last state.
 """
 
 from collections.abc import Callable
