@@ -490,7 +490,7 @@ class ReadsWithoutTheClaim(SoftmaxAttention):
 
     def _read(self, memory, key_padding_mask):
         _, k, v = self.project(memory)
-        return k, v, key_padding_mask
+        return k, v
 
 
 class TakesMoreThanItSays(SoftmaxAttention):

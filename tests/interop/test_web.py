@@ -144,7 +144,7 @@ def test_a_page_is_written_again_for_the_same_models_only(run, runtime, tmp_path
     model.save(other)
     shutil.copy(run / "vocabulary.json", other)
     before = (out / "models" / run.name / "manifest.json").read_bytes()
-    assert "must be, or hold a page of these runs" in error("export", other, *options)
+    assert "must be empty or hold a page of these runs" in error("export", other, *options)
     assert (out / "models" / run.name / "manifest.json").read_bytes() == before
     works("export", other, *options, "--force")
 
@@ -405,7 +405,7 @@ def test_the_page_of_the_demo_is_written_again_when_the_library_changed(shipped,
     (tmp_path / "page" / "models.json").write_text("[]")
     works(*words)
     (tmp_path / "page" / "models.json").unlink()  # now it may be anybody's
-    assert "must be, or hold the page of these models" in error(*words)
+    assert "must be empty or hold the page of these models" in error(*words)
     works(*words, "--force")
     assert everything(tmp_path / "page") == before
 
