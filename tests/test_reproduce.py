@@ -259,7 +259,7 @@ def test_runs_that_come_with_the_library_are_taken_over(tiny: Path, monkeypatch:
 
 
 def test_an_experiment_is_copied_and_listed(tmp_path: Path) -> None:
-    works("reproduce", "mqar", "--copy", tmp_path / "mine.yaml")
+    assert works("reproduce", "mqar", "--copy", tmp_path / "mine.yaml").stdout.startswith("written: ")
     assert (tmp_path / "mine.yaml").read_text() == experiments.path("mqar").read_text()
     (tmp_path / "mine.yaml").write_text("claim: another")
     assert "mine.yaml" in error("reproduce", "mqar", "--copy", tmp_path / "mine.yaml")

@@ -82,7 +82,10 @@ def test_a_saved_run_is_a_config_of_the_same_run(settings: list[str]) -> None:
         ("model.n_layer=2", "unknown key model.n_layer: did you mean model.n_layers?"),
         ("train.step=2", "unknown key train.step: did you mean train.steps?"),
         ("modle.n_layers=2", "unknown key modle: did you mean model?"),
-        ("zzz=2", "unknown key zzz: The keys are data, model, train, run_dir"),
+        ("zzz=2", "unknown key zzz: the keys are data, model, train, run_dir"),
+        ("steps=2", "unknown key steps: did you mean train.steps?"),
+        ("d_model=2", "unknown key d_model: did you mean model.d_model?"),
+        ("length=2", "unknown key length: did you mean data.length?"),
         (
             "data.lenght=2",
             "unknown key data.lenght: did you mean data.length? The keys are name, path, level, length",

@@ -256,5 +256,7 @@ def test_tokens_of_a_question_read_all_others_and_are_read_by_them(attention, re
 def test_global_tokens_are_refused_where_no_layer_has_them():
     model = encoder(vocab_size=VOCAB, n_classes=3, attention="softmax")
     x, is_global = question(model)
-    with pytest.raises(UnsupportedError, match="no layer of this model takes global_mask; use bidirectional longformer"):
+    with pytest.raises(
+        UnsupportedError, match="no layer of this model takes global_mask; use bidirectional longformer"
+    ):
         model(x, global_mask=is_global)

@@ -137,6 +137,7 @@ def _copy(name: str, to: Path, force: bool) -> None:
     text = experiments.path(name).read_text(encoding="utf-8")
     check_file(to, lambda: to.read_text(encoding="utf-8") == text, force=force)
     write_file(to, text)
+    typer.echo(f"written: {to}")
 
 
 def _chosen(experiment: "Experiment", only: str | None) -> list[str]:

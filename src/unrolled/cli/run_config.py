@@ -359,9 +359,18 @@ for _class in (_Loader, _Dumper):
 def _check_keys(prefix: str, given: Iterable[str], valid: Sequence[str]) -> None:
     for key in given:
         if key not in valid:
-            near = get_close_matches(str(key), valid, n=1)
-            hint = f"did you mean {prefix}{near[0]}? " if near else ""
-            raise ValueError(f"unknown key {prefix}{key}: {hint}The keys are {', '.join(valid)}")
+            near = [] if prefix else _with_section(str(key))
+            near += [prefix + name for name in get_close_matches(str(key), valid, n=1)]
+            hint = f"did you mean {near[0]}? The" if near else "the"
+            raise ValueError(f"unknown key {prefix}{key}: {hint} keys are {', '.join(valid)}")
+
+
+def _with_section(key: str) -> list[str]:
+    """Return the settings of this name with their sections, such as `train.steps`."""
+    of_data = {x.name for name in data.names() for x in fields(cast(Any, data.dataset_type(name)))}
+    of_models = {"recipe"}.union(*(field_types(kind.config_type) for kind in KINDS.values()))
+    sections = {"train": field_types(TrainConfig), "data": of_data, "model": of_models}
+    return [f"{section}.{key}" for section, names in sections.items() if key in names]
 
 
 def plain(value: Any) -> Any:

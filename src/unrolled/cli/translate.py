@@ -30,6 +30,8 @@ def translate(
 ) -> None:
     """Translate sentences with the best weights of a run, one translation per line.
 
+    An empty line of standard input gives an empty line.
+
     \b
     Examples:
       unrolled translate runs/multi30k "A dog runs through the snow."
@@ -47,12 +49,13 @@ def translate(
     model = load_for("translation", run_dir)
     vocabulary.check(model.config.vocab_size)
     lines = list(texts) if texts else _lines(sys.stdin.read())
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(texts or (), start=1):
         if not line.strip():
             raise ValueError(f"sentence {number} is empty, but must have something to translate")
-    if not lines:
+    sentences = [line.strip() for line in lines if line.strip()]
+    if not sentences:
         raise ValueError("there are no sentences: pass them as arguments or on standard input")
-    model, sources = model.to(choose(device)), [vocabulary.encode(line.strip()) for line in lines]
+    model, sources = model.to(choose(device)), [vocabulary.encode(sentence) for sentence in sentences]
     options: Any = {
         "beam_size": beam_size,
         "length_penalty": length_penalty,
@@ -60,12 +63,16 @@ def translate(
         "stop": END_ID,
     }
     if n_best is None:
-        for ids in generation.translate(model, sources, **options):
-            typer.echo(one_line(vocabulary.decode(ids)))
-        return
-    for hypotheses in generation.n_best(model, sources, **options):
-        for found in hypotheses[:n_best]:
-            typer.echo(f"{found.score:.4f}\t{one_line(vocabulary.decode(found.tokens))}")
+        found = generation.translate(model, sources, **options)
+        told = (one_line(vocabulary.decode(ids)) for ids in found)
+    else:
+        ranked = generation.n_best(model, sources, **options)
+        told = (
+            "\n".join(f"{x.score:.4f}\t{one_line(vocabulary.decode(x.tokens))}" for x in hypotheses[:n_best])
+            for hypotheses in ranked
+        )
+    for line in lines:
+        typer.echo(next(told) if line.strip() else "")
 
 
 def one_line(translation: str) -> str:
