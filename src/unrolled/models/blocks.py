@@ -201,10 +201,13 @@ def make_attention(config: TransformerConfig, layer: int, *, causal: bool) -> At
     if not able(name):
         others = [n for n in attention.names() if able(n)]
         raise UnsupportedError(f"{name!r} attention cannot be {ability}; use one of {others} instead")
+    options = config.options_of(layer)
+    where = "attention_options" if name in config.attention_options else "layer_options"
+    if own := options.keys() & {"d_model", "causal"}:
+        raise ValueError(f"{where}[{name!r}] does not fit: the model sets {min(own)} itself; leave it out")
     try:
-        return attention.load(name)(config.d_model, causal=causal, **config.options_of(layer))
-    except TypeError as error:  # an unknown option, or one that is set above
-        where = "attention_options" if name in config.attention_options else "layer_options"
+        return attention.load(name)(config.d_model, causal=causal, **options)
+    except TypeError as error:  # an unknown option
         raise ValueError(f"{where}[{name!r}] does not fit: {error}") from error
 
 
