@@ -13,6 +13,7 @@ from unrolled.generation import sampling
 from unrolled.generation.cuda_graph import Step, recordable
 from unrolled.models.language_model import keeping
 from unrolled.models.mode import drawing_mode
+from unrolled.ops.masks import any_padding
 from unrolled.ops.sequence import refuse
 from unrolled.ops.state import leaves, select
 
@@ -179,7 +180,7 @@ def _prefill(model: Recurrent, prompts: list[Tensor], num_samples: int) -> tuple
     # Left padding: the last column of the logits then follows every prompt.
     tokens = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left").to(device)
     padding = torch.arange(tokens.shape[1], device=device) < tokens.shape[1] - lengths.unsqueeze(1)
-    mask = padding if padding.any() else None
+    mask = any_padding(padding)
     logits, state = model.prefill(tokens, state, key_padding_mask=mask, **keeping(model, 1))
     fork = torch.arange(len(prompts), device=device).repeat_interleave(num_samples)
     vocab_size = logits.shape[-1]  # also the id of the start symbol, and here that of padding

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from unrolled.generation.beam import BeamOptions, Hypothesis, Steps, beam_search
 from unrolled.models.mode import drawing_mode
 from unrolled.ops.checks import on_cpu, wrong
-from unrolled.ops.masks import padding_mask
+from unrolled.ops.masks import any_padding, padding_mask
 
 MORE_THAN_SOURCE = 50  # tokens that a translation may be longer than its source (Vaswani et al., section 6.1)
 
@@ -103,7 +103,7 @@ def _begin(model: Translates, sources: list[Tensor]) -> tuple[Tensor, Any]:
     device = next(model.parameters()).device if isinstance(model, nn.Module) else torch.device("cpu")
     ids = nn.utils.rnn.pad_sequence(sources, batch_first=True).to(device)
     padding = padding_mask(torch.tensor([len(source) for source in sources], device="cpu")).to(device)
-    state = model.init_state(ids, key_padding_mask=padding if padding.any() else None)
+    state = model.init_state(ids, key_padding_mask=any_padding(padding))
     start = torch.full((len(sources),), int(model.config.vocab_size), device=device)
     return model.step(start, state)
 

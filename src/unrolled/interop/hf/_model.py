@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -15,6 +14,7 @@ from transformers.utils.generic import ModelOutput
 from unrolled.contract import IGNORED, UnsupportedError
 from unrolled.interop.hf import digest
 from unrolled.interop.hf.config import UnrolledConfig
+from unrolled.interop.hf.hub import folder_of
 from unrolled.models import Decoder, Encoder
 from unrolled.models.saving import CONFIG_FILE
 from unrolled.ops.masks import any_padding
@@ -269,11 +269,9 @@ def n_targets(counted: Count, given: Tensor, kept: Tensor) -> Count:
 
 
 def _folder(source: str | Path | None, options: Mapping[str, Any]) -> Path:
-    """Return the folder `source`, or the one to which the hub's model of that name was downloaded."""
-    if source is None or Path(source).is_dir():
-        return Path(str(source))
+    """Return the folder of a model; if there is none, a path that does not exist."""
     given = {name: options[name] for name in OF_FETCHING if name in options}
     try:
-        return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors"], **given))
+        return Path(str(source)) if source is None else folder_of(source, **given)
     except Exception:  # `from_pretrained` of transformers says what is wrong
         return Path(str(source))

@@ -24,6 +24,7 @@ from unrolled.contract import UnsupportedError
 from unrolled.interop.hf import digest
 from unrolled.interop.hf.cache import StateCache, StateLayer
 from unrolled.interop.hf.families import FAMILIES, class_name, is_softmax_attention, parts_of
+from unrolled.interop.hf.hub import folder_of
 from unrolled.interop.hf.linearized_attention import LinearizedAttention
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -271,15 +272,10 @@ def _place_of_cache(forward: Callable[..., object]) -> int:
 
 
 def _folder(path: str | Path) -> Path:
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(
-            snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"])
-        )
+        return folder_of(path)
     except HFValidationError as error:
         raise ValueError(f"{path} is neither a folder nor the name of a model on the hub") from error
     except Exception as error:  # an error of requests, the hub or the system
