@@ -11,13 +11,14 @@ from typing import get_args
 
 import pytest
 import torch
+import typer
 from commands import error, run, works
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import unrolled
 from unrolled import models
-from unrolled.cli import _options, _sentence
+from unrolled.cli import _options, _sentence, app
 from unrolled.cli.run_config import JOBS, read_saved
 from unrolled.data import Vocabulary
 from unrolled.decode import plan
@@ -205,6 +206,14 @@ def test_images_become_a_sheet(tmp_path: Path) -> None:
 def test_the_help_of_train_names_every_kind_of_model() -> None:
     printed = works("train", "--help").stdout
     assert [kind for job in JOBS.values() for kind in job.kinds if kind not in printed] == []
+
+
+def test_the_help_fits_a_narrow_terminal() -> None:
+    for name, command in typer.main.get_command(app).commands.items():
+        for paragraph in command.help.replace("\\[", "[").split("\n\n"):
+            example = paragraph.startswith("\b")  # keeps its lines; any other paragraph is one line
+            assert example or "\n" not in paragraph, name
+            assert not example or max(map(len, paragraph.strip("\b").split("\n"))) <= 78, name
 
 
 def test_a_run_folder_can_be_reused_after_a_failed_start(tmp_path: Path, text_settings: list[str]) -> None:

@@ -111,7 +111,7 @@ def test_the_settings_are_the_command_that_makes_them(finished, figures):
     program, job, *overrides = shlex.split(text.replace("\\\n", ""))
     assert (program, job) == ("unrolled", "train")
     generating = unescape(re.search(r"<code>(unrolled generate .*?)</code>", html)[1])
-    assert shlex.split(generating) == ["unrolled", "generate", str(finished[0])]
+    assert shlex.split(generating) == ["unrolled", "generate", str(finished[0]), "--out", "more.png"]
     run = resolve(read(None, overrides))
     assert jsonable(run.model) == figures["model"]["config"]
     assert jsonable(run.train) == figures["training"]["config"]

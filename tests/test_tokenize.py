@@ -58,7 +58,7 @@ def test_the_command_repeated_finds_its_files_intact(corpus):
     settings = ["--vocab-size", 300, "--val-fraction", 0.1]
     assert "it was finished before; its files are intact" in works(*command, *settings).stdout
     assert everything(corpus) == before
-    assert "of other settings: vocab_size differ" in error(*command, "--val-fraction", 0.1)
+    assert "of other settings (vocab_size)" in error(*command, "--val-fraction", 0.1)
 
 
 def test_a_text_is_cut_at_a_separator(tmp_path):

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from unrolled.attention._padding import zero_padding
 from unrolled.attention.base import Heads, MultiHeadAttention
 from unrolled.ops.checks import check_qkv
+from unrolled.ops.masks import zero_padding
 from unrolled.ops.sequence import Appended, Fields, Ranks, scan
 from unrolled.ops.softmax import CACHE_GROWS, KVCache, cached_length, empty_cache, extend_cache
 

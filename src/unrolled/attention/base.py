@@ -19,10 +19,10 @@ from unrolled.attention._options import CommonOptions, check_rotation
 from unrolled.attention._slices import attend_over, check_slice
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops import sequence
-from unrolled.ops.checks import check_attn_mask, check_cu_seqlens, check_key_padding_mask, shape
+from unrolled.ops.checks import check_attn_mask, check_cu_seqlens, shape
 from unrolled.ops.dense import Linear, linear_part
 from unrolled.ops.inputs import check_input
-from unrolled.ops.masks import without_padding
+from unrolled.ops.masks import without_padding, zero_padding
 from unrolled.ops.options import ChecksOptions
 from unrolled.ops.positions import ROTARY_BASE, positions_from_cu_seqlens, positions_from_padding, rotary
 from unrolled.ops.precision import accumulation_dtype
@@ -528,10 +528,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             check_cu_seqlens(cu_seqlens, query, x)
         if attn_mask is not None:
             check_attn_mask(attn_mask, (x.shape[0], self.n_heads, query.shape[1], x.shape[1]))
-        if key_padding_mask is None:
-            return x
-        check_key_padding_mask(key_padding_mask, *x.shape[:2])
-        return without_padding(x, key_padding_mask)
+        return zero_padding(key_padding_mask, x)[0]
 
     def _read(self, memory: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Check a memory; return its keys and values."""

@@ -32,11 +32,11 @@ from torch.nn.functional import pad
 
 from unrolled.attention._options import BIDIRECTIONAL_ONLY
 from unrolled.attention._packed import attend_packed
-from unrolled.attention._padding import zero_padding
 from unrolled.attention._parts import attend_to_all
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.ops.block_sparse import block_sparse_attention
 from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
+from unrolled.ops.masks import zero_padding
 from unrolled.ops.merge import merge_softmax
 from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.options import check_integers

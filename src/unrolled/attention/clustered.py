@@ -36,10 +36,9 @@ from torch.nn.functional import pad
 
 from unrolled.attention._heads import NO_MASKS, Projected
 from unrolled.attention._options import BIDIRECTIONAL_ONLY
-from unrolled.attention._padding import zero_padding
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.ops.checks import check_qkv
-from unrolled.ops.masks import without_padding
+from unrolled.ops.masks import without_padding, zero_padding
 from unrolled.ops.node import any_length, like_attention, one_node
 from unrolled.ops.options import check_integers
 from unrolled.ops.packing import reorder

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from unrolled.attention._options import BIDIRECTIONAL_ONLY
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
-from unrolled.ops.checks import check_key_padding_mask, check_qkv
+from unrolled.ops.checks import check_qkv
 from unrolled.ops.chunks import cut
-from unrolled.ops.masks import without_padding
+from unrolled.ops.masks import zero_padding
 from unrolled.ops.options import check_integers
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.precision import accumulation_dtype
@@ -203,9 +203,9 @@ def linformer_attention(
             raise ValueError(f"k has length {k.shape[1]}, but max_length is {projection.max_length}")
     padding, empty = None, None
     if key_padding_mask is not None:
-        check_key_padding_mask(key_padding_mask, *k.shape[:2])
+        k, v = zero_padding(key_padding_mask, k, v)
         places = valid_first(key_padding_mask)
-        k, v = (reorder(without_padding(x, key_padding_mask), places) for x in (k, v))
+        k, v = reorder(k, places), reorder(v, places)
         padding = reorder(key_padding_mask, places)
         empty = project_k.empty_slots(padding)
     return softmax_attention(q, project_k(k, padding), project_v(v, padding), key_padding_mask=empty)

@@ -28,10 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.attention._options import BIDIRECTIONAL_ONLY
-from unrolled.attention._padding import zero_padding
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.ops.checks import check_qkv
-from unrolled.ops.masks import without_padding
+from unrolled.ops.masks import without_padding, zero_padding
 from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.options import check_integers
 from unrolled.ops.packing import reorder, valid_first

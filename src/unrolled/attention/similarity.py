@@ -34,12 +34,11 @@ from torch import Tensor
 
 from unrolled.attention._cache import CachedAttention, attend_to_cache
 from unrolled.attention._options import GENERAL
-from unrolled.attention._padding import zero_padding
 from unrolled.attention.base import CommonOptions, Heads, Masks, Projected
 from unrolled.ops.checks import check_attn_mask, check_qkv
 from unrolled.ops.dense import Linear, linear_part
 from unrolled.ops.linear.chunked import safe_divide
-from unrolled.ops.masks import causal_mask, packed_mask
+from unrolled.ops.masks import causal_mask, packed_mask, zero_padding
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.precision import accumulation_dtype, exact_dtype, without_autocast
 from unrolled.ops.softmax import KVCache

@@ -29,9 +29,9 @@ from torch.utils.checkpoint import checkpoint
 
 from unrolled.attention._cache import CachedAttention, attend_to_cache
 from unrolled.attention._options import GENERAL
-from unrolled.attention._padding import zero_padding
 from unrolled.attention.base import CommonOptions, Heads, Masks
 from unrolled.ops.checks import check_attn_mask, check_qkv, check_step, transforming
+from unrolled.ops.masks import zero_padding
 from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.options import check_integers
 from unrolled.ops.packing import segment_ids

@@ -1,7 +1,9 @@
 """The command line. Each command is a module here, and imports torch only when it runs."""
 
+import inspect
 import os
 import signal
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -53,18 +55,28 @@ class _Commands(TyperGroup):
             raise typer.Exit(2) from error
 
 
+def _help(command: Callable[..., None]) -> str:
+    """Return a docstring for --help: a paragraph is one line, because typer keeps line breaks.
+
+    A paragraph that begins with a line of `\\b` keeps its lines.
+    """
+    paragraphs = inspect.getdoc(command).split("\n\n")  # type: ignore[union-attr]
+    return "\n\n".join(
+        p.replace("\b\n", "\b") if p.startswith("\b") else p.replace("\n", " ") for p in paragraphs
+    )
+
+
 app = typer.Typer(
     cls=_Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False
 )
 # In the order of --help.
 for command in (train, tokenize, generate, serve, convert, quantize, translate, transcribe, evaluate, schema):
-    app.command()(command)
-app.command("list")(mechanisms)
+    app.command(help=_help(command))(command)
+app.command("list", help=_help(mechanisms))(mechanisms)
 for command in (info, demo, bench, compare, linearize, attend, table, export, reproduce):
-    app.command()(command)
+    app.command(help=_help(command))(command)
 
 
-@app.callback()
 def options(
     debug: Annotated[
         bool, typer.Option("--debug", envvar="UNROLLED_DEBUG", help="Show the traceback of an error.")
@@ -87,6 +99,9 @@ def options(
       unrolled generate runs/book --prompt "Once upon" --tokens 50
       unrolled serve runs/book
     """
+
+
+app.callback(help=_help(options))(options)
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ def attend(
 
     \b
     Examples:
-      unrolled attend runs/en-de --text "A man is riding a bicycle." --out bicycle.png
+      unrolled attend runs/en-de --text "A man rides a bicycle." --out man.png
       unrolled attend runs/babi/1 --example 3
       unrolled attend runs/babi/1 --file story.txt
       unrolled attend runs/ntm

@@ -88,7 +88,7 @@ def demo(
       figures.json    all numbers
       *.png           all pictures
       the run         for unrolled generate and unrolled info
-      page/           with --web --train: a page for any static server, next to the other runs
+      page/           with --web --train: a page for any static server
     """
     if not web and (port is not None or no_serve or runtime is not None or train):
         raise ValueError("--port, --no-serve, --runtime and --train require --web")

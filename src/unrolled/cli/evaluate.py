@@ -61,7 +61,7 @@ def evaluate(
       unrolled evaluate runs/book --positions --length 1024 --out book.json
       unrolled evaluate runs/book --weights int8
       unrolled evaluate runs/speech --beam-size 8
-      unrolled evaluate runs/multi30k --split test_2017_flickr --out translations.txt
+      unrolled evaluate runs/multi30k --split test_2017_flickr --out de.txt
     """
     import json
     from dataclasses import replace

@@ -51,9 +51,11 @@ def mechanisms(
     Select one for training with model.attention=NAME, or one per layer with "model.attention=\\[NAME, NAME]".
 
     \b
-    Draw what a mechanism attends to: a row per query, a column per key, a panel per distinct head.
+    Draw what a mechanism attends to: a row per query, a column per key, and a
+    panel per distinct head.
       unrolled list --draw longformer --set window=8 --set "global_tokens=\\[0, 30]"
-      unrolled list --draw window --causal --set window=6 --set "dilation=\\[1, 1, 2, 4]" --length 32
+      unrolled list --draw window --causal --length 32 --set window=6 \\
+        --set "dilation=\\[1, 1, 2, 4]"
     """
     if draw is not None:
         if markdown or cells:

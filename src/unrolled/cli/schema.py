@@ -21,9 +21,10 @@ def schema(
     Examples:
       unrolled schema --out run.schema.json
 
-    \b
     In Visual Studio Code with the YAML extension, and in any editor with yaml-language-server, the first line
     of the YAML file names the schema:
+
+    \b
       # yaml-language-server: $schema=run.schema.json
     """
     import json

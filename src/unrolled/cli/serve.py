@@ -81,14 +81,14 @@ def serve(
     """Serve models over OpenAI's API, with states that can be kept, continued, forked and moved.
 
     \b
-    The models that come with the library, for programs on this machine, and a request:
+    The models of the library, for programs on this machine, and a request:
       unrolled serve --demo
       curl localhost:8000/v1/completions -H 'content-type: application/json' \\
         -d '{"model": "text", "prompt": "ROMEO:", "keep": true}'
 
     \b
     Several models, for other machines too:
-      unrolled serve runs/book runs/digits --host 0.0.0.0 --keys keys.txt --rate 600/minute
+      unrolled serve runs/book runs/digits --host 0.0.0.0 --keys keys.txt
 
     \b
     Several processes, each of which can continue any state:

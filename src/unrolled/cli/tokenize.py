@@ -61,13 +61,15 @@ def tokenize(
     \b
     Examples:
       unrolled tokenize corpus/*.txt --out tokens --vocab-size 8000
-      unrolled tokenize more.jsonl.zst --out more --tokenizer tokens/tokenizer.json --field text --jobs 2
+      unrolled tokenize more.jsonl.zst --out more --field text --jobs 2 \\
+        --tokenizer tokens/tokenizer.json
       unrolled tokenize stories.txt --out stories --separator "<|endoftext|>"
 
     \b
     Train on it, or on a mixture with weights:
       unrolled train data.name=tokens data.path=tokens run_dir=runs/book
-      unrolled train data.name=tokens "data.path={tokens: 0.7, more: 0.3}" run_dir=runs/both
+      unrolled train data.name=tokens "data.path={tokens: 0.7, more: 0.3}" \\
+        run_dir=runs/both
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn

@@ -43,11 +43,11 @@ def train(
     """Train a model on a data set. Repeat the command to resume a run.
 
     \b
-    The data set determines the task; model.name selects the model, by default the first:
+    The data set determines the task, and model.name the model (default first):
       predict tokens     decoder, perceiver_ar, recurrent_lm
       give a label       encoder, perceiver, perceiver_io
-      translate          encoder_decoder, rnn_seq2seq, luong_seq2seq, lstmn_seq2seq,
-                         deep_lstmn_seq2seq
+      translate          encoder_decoder, rnn_seq2seq, luong_seq2seq,
+                         lstmn_seq2seq, deep_lstmn_seq2seq
       answer (babi)      memory_network; memnn, if data.supporting is 1, 2 or 3
       predict bits       ntm; segmenter, which finds the pixels of moving_mnist
       add (adding)       ntm_numbers
@@ -68,7 +68,7 @@ def train(
 
     \b
     With a recipe, a set of settings that train well together:
-      unrolled train data.name=text data.path=book.txt model.recipe=small-lm run_dir=runs/book
+      unrolled train data.name=text model.recipe=small-lm run_dir=runs/small
 
     \b
     From a file, with settings changed:
@@ -81,10 +81,11 @@ def train(
       torchrun --nproc-per-node 2 -m unrolled train --dry-run --config book.yaml
 
     \b
-    On several processes or machines, with torchrun; batch_size is the total over all processes:
-      torchrun --nproc-per-node 2 -m unrolled train data.name=text data.path=book.txt run_dir=runs/book
-      torchrun --nnodes 4 --nproc-per-node 8 --max-restarts 3 --rdzv-backend c10d \\
-        --rdzv-endpoint host:29500 -m unrolled train --config big.yaml train.shard=8
+    On several processes or machines; batch_size is the total over all:
+      torchrun --nproc-per-node 2 -m unrolled train --config book.yaml
+      torchrun --nnodes 4 --nproc-per-node 8 --max-restarts 3 \\
+        --rdzv-backend c10d --rdzv-endpoint host:29500 \\
+        -m unrolled train --config big.yaml train.shard=8
 
     \b
     The file book.yaml:
@@ -96,7 +97,8 @@ def train(
     \b
     The run folder will hold
       model.safetensors, config.json   the weights with the best validation loss
-      last.safetensors                 the last checkpoint; last.json and last/ if it is sharded
+      last.safetensors                 the last checkpoint, if not sharded
+      last.json, last/                 the last checkpoint, if sharded
       log.jsonl                        the losses
       run.yaml                         all settings, in the form of book.yaml
       vocabulary.json                  what the token ids stand for

@@ -15,11 +15,11 @@ from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.heads import Categorical
 from unrolled.models.reversible import make_stack
 from unrolled.models.saving import RecomputingModel
-from unrolled.ops.checks import check_key_padding_mask, shape, wrong
+from unrolled.ops.checks import shape, wrong
 from unrolled.ops.dense import Layer, Linear
 from unrolled.ops.dropout import Dropout
 from unrolled.ops.inputs import check_input
-from unrolled.ops.masks import without_padding
+from unrolled.ops.masks import zero_padding
 
 Output = Literal["classification", "tokens", "masked", "hidden"]
 HeadHidden = Literal["gelu", "gelu_tanh", "relu", "tanh"]
@@ -198,9 +198,7 @@ class Encoder(RecomputingModel):
             check_ids("x", x, self.config.vocab_size, self.embedding.weight)
         else:
             check_input("x", x, ["B", "T", cast(int, self.config.input_dim)], self.embedding.weight)
-            if key_padding_mask is not None:  # NaN at padding would reach the embedding's gradient
-                check_key_padding_mask(key_padding_mask, *x.shape[:2])
-                x = without_padding(x, key_padding_mask)
+            (x,) = zero_padding(key_padding_mask, x)  # NaN at padding would reach the embedding's gradient
         y = self.embedding(x).to(self.embedding.weight.dtype)  # autocast must not narrow the residual stream
         y = self.positions(y, key_padding_mask=key_padding_mask)
         y = self.dropout(self.embedding_norm(self._add_segments(y, segments)))

@@ -12,11 +12,11 @@ from unrolled.models.checks import check_ids
 from unrolled.models.config import Mechanisms, Sizes, TransformerConfig, check_one_input
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.reversible import make_stack
-from unrolled.ops.checks import check_key_padding_mask, wrong
+from unrolled.ops.checks import wrong
 from unrolled.ops.dense import Layer, Linear
 from unrolled.ops.dropout import Dropout
 from unrolled.ops.inputs import check_input
-from unrolled.ops.masks import without_padding
+from unrolled.ops.masks import zero_padding
 from unrolled.ops.positions import fourier_features, grid_positions
 from unrolled.ops.softmax import softmax_attention
 
@@ -111,9 +111,7 @@ class InputArray(Layer):
             x = self.embedding(x)
         else:
             x = self._continuous(x)
-        if key_padding_mask is not None:  # the array is read without a stack, which would check it
-            check_key_padding_mask(key_padding_mask, *x.shape[:2])
-            x = without_padding(x, key_padding_mask)
+        (x,) = zero_padding(key_padding_mask, x)  # no stack reads the array and would do it
         return cast(Tensor, self.dropout(self.positions(x, key_padding_mask=key_padding_mask)))
 
     def _continuous(self, x: Tensor) -> Tensor:

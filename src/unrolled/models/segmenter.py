@@ -19,10 +19,9 @@ from unrolled.models.config import TransformerConfig
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.reversible import make_stack
 from unrolled.models.saving import RecomputingModel
-from unrolled.ops.checks import check_key_padding_mask
 from unrolled.ops.dropout import Dropout
 from unrolled.ops.inputs import check_input
-from unrolled.ops.masks import without_padding
+from unrolled.ops.masks import zero_padding
 
 
 @dataclass(kw_only=True)
@@ -63,9 +62,7 @@ class Segmenter(RecomputingModel):
         Places at padding (`[B,T]`, True) are not read; their logits are meaningless.
         """
         check_input("x", x, ["B", "T", self.config.input_size], self.embedding.weight)
-        if key_padding_mask is not None:  # NaN at padding would reach the embedding's gradient
-            check_key_padding_mask(key_padding_mask, *x.shape[:2])
-            x = without_padding(x, key_padding_mask)
+        (x,) = zero_padding(key_padding_mask, x)  # NaN at padding would reach the embedding's gradient
         y = self.embedding(x).to(self.embedding.weight.dtype)  # autocast must not narrow the residual stream
         embedded = self.positions(y, key_padding_mask=key_padding_mask)
         z = self.stack(self.dropout(embedded), recompute=self.recompute, key_padding_mask=key_padding_mask)

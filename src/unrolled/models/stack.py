@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from unrolled.contract import UnsupportedError
 from unrolled.models.blocks import AttentionBlock, Block, Masks, apply, make_norm, tie_layers
 from unrolled.models.config import TransformerConfig
-from unrolled.ops.checks import check_key_padding_mask
 from unrolled.ops.dense import Layer
-from unrolled.ops.masks import without_padding
+from unrolled.ops.masks import zero_padding
 from unrolled.ops.state import Parts
 
 States = tuple[Parts, ...]
@@ -102,10 +101,7 @@ class Stack(Layer):
 
     def _enter(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Zero the residual stream at padding, which norms and feed-forward layers read too."""
-        if key_padding_mask is None:
-            return x
-        check_key_padding_mask(key_padding_mask, *x.shape[:2])
-        return without_padding(x, key_padding_mask)
+        return zero_padding(key_padding_mask, x)[0]
 
     def _leave(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.norm(x))

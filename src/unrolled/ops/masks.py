@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import check_device, shape
+from unrolled.ops.checks import check_device, check_key_padding_mask, shape
 from unrolled.ops.packing import segment_ids
 
 
@@ -24,6 +24,14 @@ def without_padding(x: Tensor, key_padding_mask: Tensor, nothing: float = 0.0) -
     """
     check_device("key_padding_mask", key_padding_mask, x, "what it masks is")
     return x.masked_fill(key_padding_mask.reshape(*key_padding_mask.shape, *[1] * (x.dim() - 2)), nothing)
+
+
+def zero_padding(key_padding_mask: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:
+    """Check the mask `[B,S]`, and return each `x [B,S,...]` with zeros at padding; None hides nothing."""
+    if key_padding_mask is None:
+        return xs
+    check_key_padding_mask(key_padding_mask, *xs[0].shape[:2])
+    return tuple(without_padding(x, key_padding_mask) for x in xs)
 
 
 def any_padding(key_padding_mask: Tensor) -> Tensor | None:

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from unrolled.attention._padding import zero_padding
 from unrolled.attention._parts import Part, attend_to_all
 from unrolled.ops.block_sparse import block_sparse_attention
 from unrolled.ops.checks import check_qkv
 from unrolled.ops.chunks import cut
+from unrolled.ops.masks import zero_padding
 from unrolled.ops.merge import merge_softmax
 from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.options import check_integers, check_integers_only

@@ -130,9 +130,8 @@ class Tokenizing:
             if start_over:
                 return None
             differing = [key for key, value in settings.items() if found.get(key) != value]
-            differ = "differs" if len(differing) == 1 else "differ"
             raise ValueError(
-                f"{folder} holds a corpus of other settings: {' and '.join(differing)} {differ}; name "
+                f"{folder} holds a corpus of other settings ({', '.join(differing)}); name "
                 "another folder, or replace this one with --force"
             )
         intact = (folder / TOKENIZER_FILE).is_file()
