@@ -24,19 +24,21 @@ from unrolled.data._tokenizer import TextTokenizer
 from unrolled.decode import load_model, plan
 from unrolled.interop import web
 from unrolled.interop.onnx import Manifest, SpeechManifest, is_export_of, load
+from unrolled.interop.web import runtime as ort
+from unrolled.interop.web.entries import distinguished, entry_of
 from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
 from unrolled.ops import native
 
 needs_kernels = pytest.mark.skipif(not native.available(), reason="plans need the C++ kernels")
-FILES = {name: f"the bytes of {name}".encode() for name in web.SHA256}
-WASM = list(web.BUILDS["wasm"].values())
+FILES = {name: f"the bytes of {name}".encode() for name in ort.SHA256}
+WASM = list(ort.BUILDS["wasm"].values())
 
 
 @pytest.fixture(autouse=True)
 def published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Replace the published files by small ones, and the cache by an empty one."""
     for name, content in FILES.items():
-        monkeypatch.setitem(web.SHA256, name, hashlib.sha256(content).hexdigest())
+        monkeypatch.setitem(ort.SHA256, name, hashlib.sha256(content).hexdigest())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -70,8 +72,8 @@ def fake_npm(monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes]) -> list[l
                 member.size = len(content)
                 package.addfile(member, io.BytesIO(content))
 
-    monkeypatch.setattr(web.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(web.subprocess, "run", pack)
+    monkeypatch.setattr(ort.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(ort.subprocess, "run", pack)
     return calls
 
 
@@ -169,7 +171,7 @@ def test_npm_is_called_once(monkeypatch):
     assert {name: path.read_bytes() for name, path in found.items()} == {name: FILES[name] for name in WASM}
     assert web.runtime_files() == found
     assert len(calls) == 1
-    assert calls[0][1:3] == ["pack", f"onnxruntime-web@{web.VERSION}"]
+    assert calls[0][1:3] == ["pack", f"onnxruntime-web@{ort.VERSION}"]
     assert len(web.runtime_files(webgpu=True)) == 4
     assert len(calls) == 2
 
@@ -191,15 +193,15 @@ def test_another_package_is_refused(monkeypatch):
 
 
 def test_no_npm_and_no_network_are_one_sentence(monkeypatch):
-    monkeypatch.setattr(web.shutil, "which", lambda name: None)
+    monkeypatch.setattr(ort.shutil, "which", lambda name: None)
     with pytest.raises(ValueError, match=r"there is no npm .*`npm pack onnxruntime-web@1\.30\.0`.*--runtime"):
         web.runtime_files()
 
     def offline(command: list[str], **options: object) -> None:
         raise subprocess.CalledProcessError(1, command)
 
-    monkeypatch.setattr(web.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(web.subprocess, "run", offline)
+    monkeypatch.setattr(ort.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(ort.subprocess, "run", offline)
     with pytest.raises(ValueError, match=r"npm could not fetch onnxruntime-web 1\.30\.0: .*--runtime"):
         web.runtime_files()
 
@@ -296,9 +298,9 @@ def test_models_of_one_vocabulary_stand_side_by_side():
         (decoder | {"attention": "softmax"}, verse | {"data": "prose"}, "verse", "Softmax attention"),
         (decoder, other | {"data": "verse", "characters": ["d"]}, "verse: 9", "Linear attention"),
     ]
-    entries = [web._entry(str(n), model, vocabulary, 1) for n, (model, vocabulary, *_) in enumerate(models)]
+    entries = [entry_of(str(n), model, vocabulary, 1) for n, (model, vocabulary, *_) in enumerate(models)]
     vocabularies = {str(n): vocabulary for n, (_, vocabulary, *_) in enumerate(models)}
-    found = web._distinguished(entries, vocabularies)
+    found = distinguished(entries, vocabularies)
     assert [(entry["group"], entry["title"]) for entry in found] == [tuple(rest) for _, _, *rest in models]
     assert [entry["transformer"] for entry in entries[5:8]] == [True, False, True]
 

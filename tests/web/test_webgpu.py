@@ -4,7 +4,7 @@ import shutil
 
 from browser import TEXT, chromium, greedy, opened, run, served, set_value
 
-from unrolled.interop import web
+from unrolled.interop.web.runtime import runtime_files, write_runtime
 
 ADAPTER = ("--enable-unsafe-webgpu", "--enable-unsafe-swiftshader", "--use-webgpu-adapter=swiftshader")
 
@@ -12,7 +12,7 @@ ADAPTER = ("--enable-unsafe-webgpu", "--enable-unsafe-swiftshader", "--use-webgp
 def test_the_tokens_are_those_of_pytorch(site, models, tmp_path):
     page = tmp_path / "page"
     shutil.copytree(site, page)
-    web._write_runtime(page / "runtime", web.runtime_files(webgpu=True), [])
+    write_runtime(page / "runtime", runtime_files(webgpu=True), [])
     with served(page) as address, chromium(*ADAPTER) as browser:
         opened(browser, address)
         assert "on WebGPU" in browser.find_element("id", "runtime").text
