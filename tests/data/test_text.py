@@ -124,7 +124,8 @@ def test_evaluation_predicts_every_token_but_the_first_exactly_once(tmp_path_fac
         ({"val_fraction": 1.0}, "val_fraction is 1.0, but must be a number in \\(0, 1\\)"),
         ({"val_fraction": "a"}, "val_fraction is 'a', but"),
         ({"length": 10}, "length is 10, but must be less than the 10 chars of the val part of .*file.txt"),
-        ({"length": 95, "val_fraction": 0.05}, "length is 95, but must be less than the 95 chars of the tr"),
+        ({"length": 95, "val_fraction": 0.05}, "length is 95, but must be less than the 5 chars of the val"),
+        ({"length": 5, "val_fraction": 0.95}, "length is 5, but must be less than the 5 chars of the train"),
         (
             {"path": "none"},
             r"'none', which is neither a file nor a known text \(tiny-shakespeare, war-and-peace, wiki",
@@ -270,7 +271,7 @@ def test_the_real_wikitext(real_data):
         ({"order": "sorted"}, "order is 'sorted', but must be one of 'random', 'consecutive', 'drawn'"),
         (
             {"level": "bpe", "length": 500},
-            "length is 500, but must be less than the .* tokens of the train part",
+            "length is 500, but must be less than the .* tokens of the val part",
         ),
     ],
 )

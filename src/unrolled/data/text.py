@@ -109,12 +109,12 @@ class TextDataset(BaseDataset):
         self.text_tokenizer: TextTokenizer | None = None
         self._ids: dict[Split, np.ndarray] = self._read()
         units = "tokens" if self.level == "bpe" else self.level
-        for split, part in self._ids.items():
-            if len(part) <= self.length:
-                raise ValueError(
-                    f"length is {self.length}, but must be less than the {len(part)} {units} "
-                    f"of the {split} part of {self.path}"
-                )
+        split, shortest = min(self._ids.items(), key=lambda part: len(part[1]))
+        if len(shortest) <= self.length:
+            raise ValueError(
+                f"length is {self.length}, but must be less than the {len(shortest)} {units} "
+                f"of the {split} part of {self.path}"
+            )
 
     @property
     def vocabulary(self) -> Vocabulary:
