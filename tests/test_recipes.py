@@ -85,14 +85,14 @@ def test_the_folder_has_the_name_of_the_data(settings: list[str]) -> None:
 
 def test_options_of_mechanisms_without_a_layer_go(settings: list[str]) -> None:
     run = resolved(*settings, "model.n_layers=1")
-    assert run.model.attention_options == {"linear": {"conv": 4, "rotary": False}}
+    assert run.model.attention_options == {"mamba2": {"rotary": False}}
 
 
 def test_own_settings_win(settings: list[str]) -> None:
     own = ["data.length=16", "train.lr=0.5", "model.attention_options.window.window=7"]
     run = resolved(*settings, "model.recipe=small-lm", *own)
     assert (run.dataset.length, run.train.lr) == (16, 0.5)
-    assert run.model.attention_options == {"linear": {"conv": 4, "rotary": False}, "window": {"window": 7}}
+    assert run.model.attention_options == {"mamba2": {"rotary": False}, "window": {"window": 7}}
 
 
 def test_options_of_replaced_mechanisms_go(settings: list[str]) -> None:

@@ -31,15 +31,15 @@ _TEXT = {
 RECIPES: dict[str, Sections] = {
     # Katharopoulos et al. 2020: linear attention in every layer, learned positions. The fields' own defaults.
     "classic": {},
-    # Linear attention with a short convolution and, in every second layer, a window.
+    # Mamba-2 and, in every second layer, a window.
     "small-lm": {
         "data": {"length": 256},
         "model": {
             **_SMALL,
             "d_model": 192,
             "positions": "rotary",
-            "attention": ["linear", "window"],
-            "attention_options": {"linear": {"conv": 4, "rotary": False}, "window": {"window": 32}},
+            "attention": ["mamba2", "window"],
+            "attention_options": {"mamba2": {"rotary": False}, "window": {"window": 32}},
         },
         "train": {**_TEXT, "steps": 3000, "eval_every": 750},
     },
