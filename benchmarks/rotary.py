@@ -2,7 +2,7 @@
 
     python benchmarks/rotary.py
 
-First the rotation of queries and its gradient, then a whole update of the model of the recipe `small-lm`, in
+First the rotation of queries and its gradient, then a whole update of linear attention between windows, in
 which every second layer has rotary positions.
 """
 
@@ -55,8 +55,11 @@ def rotations() -> None:
 def update() -> None:
     """Update the model on 8 windows of 256 characters, in bf16."""
     recipe = RECIPES["small-lm"]
-    settings = dict(recipe["model"])
-    settings["attention"] = settings["attention"] * (settings["n_layers"] // 2)
+    hybrid = {
+        "attention": ["linear", "window"] * 2,
+        "attention_options": {"linear": {"conv": 4, "rotary": False}, "window": {"window": 32}},
+    }
+    settings = {**recipe["model"], **hybrid}
     model = Decoder(DecoderConfig(vocab_size=65, **settings)).train()
     tokens = torch.randint(65, (recipe["train"]["batch_size"], recipe["data"]["length"] + 1))
     optimizers = build_optimizers(model, TrainConfig(**recipe["train"]))
