@@ -28,7 +28,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text("".join(f"{i} green bottles hanging on the wall.\n" for i in range(130)))
     words = ["data.name=text", f"data.path={folder / 'text.txt'}", "data.length=32", "train.steps=1"]
     words += ["model.d_model=64", "model.n_layers=1", "model.n_heads=2", "model.attention=linear"]
-    words += ["train.batch_size=4"]
+    words += ["model.attention_options.linear={conv: 4, rotary: false}", "train.batch_size=4"]
     works("train", *words, "train.bf16=true", f"run_dir={folder / 'book'}")
     model = models.load(folder / "book")
     torch.manual_seed(0)
