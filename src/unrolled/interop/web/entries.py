@@ -24,7 +24,11 @@ class Entry(TypedDict):
 
 
 def vocabulary_of(name: str, run: Path) -> Vocabulary:
-    """Read the vocabulary of a run, and check that a page can use it, and the name."""
+    """Read the vocabulary of a run for the model `name` of a page.
+
+    Raises:
+        ValueError: the name is not a plain file name, or a page cannot use the vocabulary.
+    """
     if not name or Path(name).name != name or name.startswith("."):
         raise ValueError(
             f"the name of a model is {name!r}, but must be a plain file name: it becomes a folder of the page"
