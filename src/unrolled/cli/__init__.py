@@ -60,7 +60,7 @@ def _help(command: Callable[..., None]) -> str:
 
     A paragraph that begins with a line of `\\b` keeps its lines.
     """
-    paragraphs = inspect.getdoc(command).split("\n\n")  # type: ignore[union-attr]
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
     return "\n\n".join(
         p.replace("\b\n", "\b") if p.startswith("\b") else p.replace("\n", " ") for p in paragraphs
     )

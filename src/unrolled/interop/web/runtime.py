@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from unrolled.extras import how_to_install
-from unrolled.files import write_file
+from unrolled.files import file_digest, write_file
 
 PACKAGE, VERSION = "onnxruntime-web", "1.30.0"
 BUILDS = {
@@ -48,13 +48,13 @@ def runtime_files(folder: str | Path | None = None, *, webgpu: bool = False) -> 
                 raise ValueError(
                     f"{folder} has no {name}; it is in dist/ of the npm package {PACKAGE} {VERSION}"
                 )
-            if _sha256(path) != SHA256[name]:
+            if file_digest(path) != SHA256[name]:
                 raise ValueError(f"{path} is not the file of {PACKAGE} {VERSION}: its SHA-256 differs")
         return found
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unrolled"
     kept = cache / f"{PACKAGE}-{VERSION}"
     found = {name: kept / name for name in names}
-    if not all(path.is_file() and _sha256(path) == SHA256[name] for name, path in found.items()):
+    if not all(path.is_file() and file_digest(path) == SHA256[name] for name, path in found.items()):
         kept.mkdir(parents=True, exist_ok=True)
         _fetch(found)
     return found
@@ -82,7 +82,7 @@ def write_runtime(folder: Path, found: Mapping[str, Path], licences: list[Path])
     write_file(folder / RUNTIME_INDEX, json.dumps(record, indent=1))
 
 
-def licences() -> list[Path]:
+def find_licences() -> list[Path]:
     """Return the licences of ONNX Runtime from its Python package."""
     spec = find_spec("onnxruntime")
     if spec is None or spec.origin is None:
@@ -117,7 +117,3 @@ def _fetch(files: Mapping[str, Path]) -> None:
                         f"{file} from npm is not the file of {PACKAGE} {VERSION}: its SHA-256 differs"
                     )
                 write_file(path, content)
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

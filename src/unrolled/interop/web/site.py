@@ -11,7 +11,7 @@ from unrolled.decode import load_model
 from unrolled.files import read_object, write_file
 from unrolled.folders import writing_folder
 from unrolled.interop.web.entries import Entry, distinguished, entry_of, vocabulary_of
-from unrolled.interop.web.runtime import RUNTIME_INDEX, VERSION, licences, runtime_files, write_runtime
+from unrolled.interop.web.runtime import RUNTIME_INDEX, VERSION, find_licences, runtime_files, write_runtime
 from unrolled.models.ctc import CTCModel
 from unrolled.models.saving import SavedModel
 
@@ -56,7 +56,7 @@ def write_site(
         raise ValueError("runs is empty, but must have the folder of at least one run")
     vocabularies = {name: vocabulary_of(name, Path(run)) for name, run in runs.items()}
     found = runtime_files(runtime, webgpu=webgpu)
-    terms = licences()
+    licences = find_licences()
 
     with writing_folder(out) as page:
         entries: list[Entry] = []
@@ -82,7 +82,7 @@ def write_site(
             entries.append(entry_of(name, written.model, vocabularies[name], size))
         for source in _sources():
             write_file(page / source.name, source.read_bytes())
-        write_runtime(page / "runtime", found, terms)
+        write_runtime(page / "runtime", found, licences)
         index = json.dumps(distinguished(entries, vocabularies), indent=1, ensure_ascii=False)
         write_file(page / INDEX, index)
     return out
