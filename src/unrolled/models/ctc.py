@@ -26,7 +26,7 @@ from unrolled.models.heads import Categorical
 from unrolled.models.saving import SavedModel
 from unrolled.ops.checks import check_device, check_key_padding_mask, check_tensor, wrong, wrong_shape
 from unrolled.ops.dense import Layer
-from unrolled.ops.masks import without_padding
+from unrolled.ops.masks import zero_padding
 from unrolled.ops.sequence import refuse
 
 SUBSAMPLING = 4
@@ -48,9 +48,9 @@ class Subsampling(Layer):
         """`[B,T,n_mels]` to `[B,ceil(T/4),d_model]`; `padding [B,T]` is True at padding, which becomes 0."""
         dtype = cast(Tensor, self.convs[0].weight).dtype
         for conv in self.convs:
-            x = F.gelu(conv(_cleared(x, padding).mT)).mT
+            x = F.gelu(conv(zero_padding(padding, x)[0].mT)).mT
             padding = None if padding is None else padding[:, ::2]
-        return _cleared(x, padding).to(dtype)  # autocast must not narrow the residual stream
+        return zero_padding(padding, x)[0].to(dtype)  # autocast must not narrow the residual stream
 
 
 class CTCModel(SavedModel):
@@ -161,10 +161,6 @@ def ctc_loss(log_probs: Tensor, targets: Tensor, frames: Tensor) -> Tensor:
 def subsampled(padding: Tensor) -> Tensor:
     """The padding of the frames that are left after subsampling: `[B,T]` -> `[B,ceil(T/4)]`."""
     return padding[:, ::SUBSAMPLING]
-
-
-def _cleared(x: Tensor, padding: Tensor | None) -> Tensor:
-    return x if padding is None else without_padding(x, padding)
 
 
 def _padding(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
