@@ -151,7 +151,7 @@ def test_a_story_of_ones_own_comes_from_options_or_a_file(stories, tmp_path, mon
     (tmp_path / "blank.txt").write_text("\n \n")
     assert "blank.txt has no sentence" in error("attend", folder, "--file", tmp_path / "blank.txt")
     assert "the words robert are not among" in error("attend", folder, "--text", "Robert", "--text", "John?")
-    assert "must have at least 2: sentences" in error("attend", folder, "--text", "John?")
+    assert "the story has 1 line, but must have sentences" in error("attend", folder, "--text", "John?")
     assert "--example is 2, but must be at most 1" in error("attend", folder, "--example", 2)
     assert "--example is for a picture without" in error("attend", folder, "--text", "John?", "--example", 0)
 

@@ -363,7 +363,10 @@ def test_a_damaged_vocabulary_is_named(copied: Path) -> None:
         ("generate {trained} --prompt=\udcff", "--prompt is not valid UTF-8"),
         ("generate {trained} --out x.png", "--out is for images"),
         ("generate {trained} --data-dir x", "--data-dir is for images"),
-        ("generate {trained} --device abacus", "--device abacus cannot be used here"),
+        (
+            "generate {trained} --device abacus",
+            "--device is abacus, but must be a device of torch, as in cpu or cuda:1",
+        ),
         ("generate {empty}", "{empty} is not a run of unrolled train: it has no vocabulary.json"),
         ("info {empty}", "{empty} is not a model's folder"),
         ("info {empty}/x", "{empty}/x is not a model's folder: it does not exist"),

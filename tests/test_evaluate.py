@@ -19,7 +19,7 @@ from unrolled.cli.run_config import read_saved, resolve
 from unrolled.contract import IGNORED
 from unrolled.data import Batch
 from unrolled.decode.packing import rounded
-from unrolled.ops import native
+from unrolled.ops import native, processor
 
 MODEL = ["model.d_model=16", "model.n_layers=1", "model.n_heads=2"]
 TRAIN = ["train.steps=2", "train.batch_size=8", "train.eval_every=2", "train.eval_batches=1"]
@@ -82,7 +82,10 @@ def test_weights_are_rounded_first(runs: Path, tmp_path: Path) -> None:
             matrix.weight.data = rounded(matrix.weight, "bf16")
     model.save(folder)
     works(*arguments)
-    assert losses["bf16"] == pytest.approx(json.loads(file.read_text())["loss"], abs=1e-5)
+    # A processor that multiplies pairs of bf16 numbers rounds the inputs of the products too.
+    exact = processor.has_matrix_unit() or not processor.multiplies_bf16(torch.device("cpu"))
+    tolerance = 1e-5 if exact else 2e-3
+    assert losses["bf16"] == pytest.approx(json.loads(file.read_text())["loss"], abs=tolerance)
     assert 2e-5 < abs(losses["bf16"] - losses["fp32"]) < abs(losses["int4"] - losses["fp32"])
     assert abs(losses["int8"] - losses["fp32"]) < 0.02
 
@@ -96,7 +99,7 @@ def test_weights_of_other_models_and_devices_are_refused(
     for command in ("evaluate", "generate"):
         assert error(command, tmp_path, "--weights", "int8") == "a plan cannot run a RecurrentLM"
         printed = error(command, runs / "text", "--weights", "int8", "--device", "cpux")
-        assert printed.startswith("--device cpux cannot be used here")
+        assert printed.startswith("--device is cpux, but must be a device of torch")
     works("evaluate", runs / "text", "--weights", "int8", "--device", "cpu:0")
     monkeypatch.setattr(_device, "choose", lambda name: torch.device("meta"))  # stands for another device
     for command in ("evaluate", "generate"):

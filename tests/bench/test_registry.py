@@ -119,7 +119,7 @@ def test_a_quick_run_of_everything(tmp_path, monkeypatch):
             "--lengths is '8', but must be left out: no length is varied in step, drawing",
         ),
         (["step", "--device", "meta"], "--device is meta, but must be a device whose tensors hold values"),
-        (["step", "--device", "nowhere"], "--device nowhere cannot be used here"),
+        (["step", "--device", "nowhere"], "--device is nowhere, but must be a device of torch"),
     ],
 )
 def test_what_is_impossible_is_refused_in_one_sentence(arguments, sentence, tmp_path):

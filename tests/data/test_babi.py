@@ -198,7 +198,7 @@ def test_sentences_of_ones_own_are_encoded_like_those_of_the_files(folder):
     assert next(in_words(dataset, mine))[:2] == next(in_words(dataset, theirs))[:2]
     with pytest.raises(ValueError, match="the words robert, sings are not among the 19 of the stories"):
         dataset.encode(["Mary sings.", "Where is Robert?"])
-    with pytest.raises(ValueError, match="the story has 1 lines, but must have at least 2: sentences and"):
+    with pytest.raises(ValueError, match="the story has 1 line, but must have sentences and then a question"):
         dataset.encode(["Where is Mary?"])
     with pytest.raises(ValueError, match="line 2 has no words"):
         dataset.encode(["Mary moved to the bathroom.", " ", "Where is Mary?"])

@@ -14,7 +14,11 @@ def choose(name: str | None) -> torch.device:
     if name.startswith("meta"):
         raise ValueError(f"--device is {name}, but must be a device whose tensors hold values")
     try:
-        return torch.empty(0, device=name).device
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"--device is {name}, but must be a device of torch, as in cpu or cuda:1") from error
+    try:
+        return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
         reason = str(error).splitlines()[0]
         raise ValueError(f"--device {name} cannot be used here: {reason}") from error

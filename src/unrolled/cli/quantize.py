@@ -47,7 +47,9 @@ def quantize(
     if packed_form(run_dir) is not None:
         raise ValueError(f"{run_dir} holds packed weights, in {PLAN_FILE}, but must hold {WEIGHTS_FILE}")
     model = load_for("tokens", run_dir)
-    out = run_dir.resolve().with_name(f"{run_dir.resolve().name}-{weights}") if out is None else out
+    if out is None:
+        named = run_dir if run_dir.name not in ("", "..") else run_dir.resolve()
+        out = named.with_name(f"{named.name}-{weights}")
     if out.resolve() == run_dir.resolve():
         raise ValueError(f"{out} is the model's own folder, but must be another one")
     run = _opened(run_dir, data_dir)

@@ -174,9 +174,8 @@ class BabiDataset(EpochDataset):
             ValueError: there is no sentence, or a line has no words, or a word that is not in the files.
         """
         if len(lines) < 2:
-            raise ValueError(
-                f"the story has {len(lines)} lines, but must have at least 2: sentences and then a question"
-            )
+            found = "1 line" if lines else "no lines"
+            raise ValueError(f"the story has {found}, but must have sentences and then a question")
         words = [split_words(line) for line in lines]
         if [] in words:
             raise ValueError(f"line {words.index([]) + 1} has no words")
