@@ -52,7 +52,7 @@ def test_fla_gated_delta_rule(form):
 def test_hugging_face(family, name, form):
     modelling = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
     q, k, v, beta, log_decay = inputs = random_inputs(T=150)
-    if family == "kimi_linear":  # a gate for every channel
+    if family == "kimi_linear":  # a gate for every feature
         log_decay = inputs[4] = (log_decay.detach().unsqueeze(-1) * k.detach().abs()).requires_grad_()
     # What is decorated prefers the Triton kernel of fla, where that is installed, GPU or not.
     function = inspect.unwrap(getattr(modelling, name.format(form)))

@@ -1,4 +1,4 @@
-r"""Kimi Delta Attention (KDA): the delta rule, with a decay of its own for every channel of the keys.
+r"""Kimi Delta Attention (KDA): the delta rule, with a decay of its own for every feature of the keys.
 
     S_t = (I - b_t k_t k_t^T) diag(a_t) S_{t-1} + b_t k_t v_t^T        o_t = S_t^T q_t / sqrt(D)
     log a_t = -exp(A) softplus(W_2 W_1 x_t + c)        b_t = sigmoid(W_b x_t)
@@ -11,7 +11,7 @@ channel; W_1 and W_3 project to `gate_rank` numbers. norm_h is an RMS norm of ea
 denominator. With `bias=False` it is the layer of Kimi-Linear.
 
 Kimi Team 2025, "Kimi Linear: An Expressive, Efficient Attention Architecture", arXiv 2510.26692: eq. 1 (the
-rule), section 4 (the layer). It is Gated DeltaNet (`delta_net`) with a gate for every channel, as in
+rule), section 4 (the layer). It is Gated DeltaNet (`delta_net`) with a gate for every feature, as in
 `gated_linear`.
 
 In chunks of C tokens (`ops/delta/chunked.py`), with L [C,D] the cumulative log a of a chunk, and S the state

@@ -1,4 +1,4 @@
-"""Cases of the delta rule with a gate for every channel of the keys, beside a gate for every head."""
+"""Cases of the delta rule with a gate for every feature of the keys, beside a gate for every head."""
 
 from functools import partial
 
@@ -41,7 +41,7 @@ def _output(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) ->
 CASES = [
     Case(
         f"delta{suffix}",
-        f"The delta rule with a gate for every channel of the keys, fp32, {what}.",
+        f"The delta rule with a gate for every feature of the keys, fp32, {what}.",
         "N",
         (1024, 4096),
         (64, 128),

@@ -8,7 +8,7 @@ Keys have length 1.
 
 Yang, Wang, Zhang, Shen and Kim 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence
 Length" (arXiv 2406.06484), section 2.2. Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks" (arXiv
-2412.06464), eq. 10. Kimi Team 2025, "Kimi Linear" (arXiv 2510.26692), eq. 1, with a gate per channel.
+2412.06464), eq. 10. Kimi Team 2025, "Kimi Linear" (arXiv 2510.26692), eq. 1, with a gate per feature.
 """
 
 from typing import TypedDict, Unpack

@@ -6,13 +6,13 @@ and S the state before the chunk, the C corrections of a chunk solve a triangula
     (I + tril(diag(b) K K^T * D, -1)) [U, W] = diag(b) [V, diag(e^L) K]
     N = U - W S        O = diag(e^L) Q S + (Q K^T * D) N        S' = e^(L_C) S + (diag(e^(L_C - L)) K)^T N
 
-With a gate for every channel of the keys, L [C,D] holds a sum for each channel. The products over the
+With a gate for every feature of the keys, L [C,D] holds a sum for each feature. The products over the
 channels c are computed as in gated linear attention (`ops.gla.chunked`), so that no exponent is positive:
 
     (K K^T * D)_ij = sum_c k_ic k_jc exp(L_ic - L_jc)        e^L * K and e^(L_C - L) * K, elementwise
 
 Yang, Wang, Zhang, Shen and Kim 2024 (arXiv 2406.06484), sections 3.2 and 3.3; with gates, Yang, Kautz and
-Hatamizadeh 2024 (arXiv 2412.06464); with a gate for every channel, Kimi Team 2025 (arXiv 2510.26692).
+Hatamizadeh 2024 (arXiv 2412.06464); with a gate for every feature, Kimi Team 2025 (arXiv 2510.26692).
 
 Time O(T (C (C+D+M) + D (D+M))) and memory O(T (C+D+M)) per head, with C = 32, or 64 for heads wider than 64.
 """
@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
 
     @property
     def by_channel(self) -> bool:
-        """Whether every channel of the keys has a gate."""
+        """Whether every feature of the keys has a gate."""
         return self.log_decay is not None and self.log_decay.dim() == 4
 
 

@@ -1,6 +1,6 @@
 """The delta rule on a CPU, by the C++ kernels of linear attention with rates.
 
-With a gate for every channel, the kernels of gated linear attention run it.
+With a gate for every feature, the kernels of gated linear attention run it.
 """
 
 import torch
@@ -24,7 +24,7 @@ def forward(
     """Compute what `packed.forward` does.
 
     With a `unit_epsilon` above 0, queries and keys x are first divided by sqrt(|x|^2 + unit_epsilon), and the
-    queries are multiplied by `query_scale`, both in fp32. Neither is possible with a gate for every channel.
+    queries are multiplied by `query_scale`, both in fp32. Neither is possible with a gate for every feature.
     """
     if inputs.by_channel:
         return gla.forward(_gated(inputs), cu_seqlens, inputs.beta)

@@ -3,7 +3,7 @@ r"""The rule of a diagonal plus low rank: a linear memory that decays, and moves
     S_t = (diag(w_t) + b_t a_t^T) S_{t-1} + k_t v_t^T        o_t = S_t^T q_t
 
 a_t reads a value from the state before the state decays. After the decay, this value is written at b_t. With
-a_t = w_t * k_t, b_t = -beta_t k_t and values beta_t v_t, this is the delta rule with a gate for every channel
+a_t = w_t * k_t, b_t = -beta_t k_t and values beta_t v_t, this is the delta rule with a gate for every feature
 (`unrolled.ops.delta`).
 
 Peng et al. 2025, "RWKV-7 'Goose' with Expressive Dynamic State Evolution" (arXiv 2503.14456).

@@ -1,7 +1,7 @@
 """The gated delta rules of transformers, by the kernels of `delta_rule`.
 
 The functions have the arguments and results of those in the modelling files of transformers, with a gate for
-each head, as in Qwen3-Next, or for each channel of the keys, as in Kimi-Linear. Unlike `delta_rule`, these
+each head, as in Qwen3-Next, or for each feature of the keys, as in Kimi-Linear. Unlike `delta_rule`, these
 functions scale queries by 1 / sqrt(D), can normalise queries and keys, take fewer key heads than value heads,
 and compute in fp32 whatever the dtype of the inputs.
 """

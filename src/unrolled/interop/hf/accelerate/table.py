@@ -2,7 +2,7 @@
 
 These are functions that the modelling files of transformers define for machines without special kernels,
 under the same names in all families: the gated delta rule in Qwen3-Next, Qwen3.5 and OLMo-hybrid, and with a
-gate for each channel in Kimi-Linear; the scan of Mamba-2 in Mamba-2, Bamba, Falcon-H1, GraniteMoeHybrid,
+gate for each feature in Kimi-Linear; the scan of Mamba-2 in Mamba-2, Bamba, Falcon-H1, GraniteMoeHybrid,
 Nemotron-H and Zamba2; and the convolution in all of these, and in LFM2, Mamba, Falcon-Mamba, Jamba and
 others.
 """
