@@ -95,6 +95,12 @@ def test_own_settings_win(settings: list[str]) -> None:
     assert run.model.attention_options == {"mamba2": {"rotary": False}, "window": {"window": 7}}
 
 
+def test_own_settings_of_single_layers_win(settings: list[str]) -> None:
+    run = resolved(*settings, "model.layer_options={window: {window: [1, 2, 3, 4]}}")
+    assert run.model.attention_options == {"mamba2": {"rotary": False}, "window": {}}
+    assert run.model.layer_options == {"window": {"window": [1, 2, 3, 4]}}
+
+
 def test_options_of_replaced_mechanisms_go(settings: list[str]) -> None:
     run = resolved(*settings, "model.recipe=small-lm", "model.attention=softmax")
     assert run.model.attention == "softmax"

@@ -284,6 +284,10 @@ def test_what_cannot_be_done_is_said(tiny: Path, words: list[str], message: str)
     assert "--scale is for an experiment" in error("reproduce", "--scale", "quick")
 
 
+def test_drawn_data_need_no_folder(tiny: Path) -> None:
+    assert "| wide |" in reproduce(tiny, "--scale", "quick", "--only", "wide", "--data-dir", tiny.parent)
+
+
 @pytest.mark.documents
 @pytest.mark.parametrize("name", experiments.names())
 def test_every_experiment_makes_two_steps(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,8 +34,9 @@ def test_the_model_takes_its_vocabulary_from_the_data(settings: list[str]) -> No
 
 
 def test_given_fields_override_those_of_the_data(settings: list[str]) -> None:
-    run = run_config.resolve(run_config.read(None, [*settings, "model.max_length=99", "model.vocab_size=64"]))
-    assert (run.model.max_length, run.model.vocab_size) == (99, 64)
+    pairs = ["data.level=bpe", "data.vocab_size=260", "model.max_length=99", "model.vocab_size=512"]
+    run = run_config.resolve(run_config.read(None, [*settings, *pairs]))
+    assert (run.model.max_length, run.model.vocab_size) == (99, 512)
 
 
 def test_overrides_win_over_the_file_in_order_and_are_yaml(tmp_path: Path) -> None:
@@ -103,7 +104,9 @@ def test_a_saved_run_is_a_config_of_the_same_run(settings: list[str]) -> None:
         ("train.lr=fast", "lr is 'fast', but must be a number above 0"),
         ("model.attention=5", "attention is 5, but must be a string, or a list of strings"),
         ("model.attention_options=5", "attention_options is 5, but must be a dict of dicts"),
-        ("model.vocab_size=2", "model.vocab_size is 2, but must be at least 28 for the data set text"),
+        ("model.vocab_size=2", "model.vocab_size is 2, but must be 28 for the data set text"),
+        ("model.vocab_size=64", "model.vocab_size is 64, but must be 28 for the data set text"),
+        ("model.start_token=true", "model.start_token is True, but must be False for the data set text"),
         ("model.n_layers=[", "override 'model.n_layers=[' is not valid YAML"),
         ("data.name.first=1", "sets a part of name, which is 'text'"),
         ("n_layers", "override 'n_layers' must look like key=value"),
@@ -170,7 +173,7 @@ def test_a_config_gets_only_the_fields_that_it_has(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(run_config, "KINDS", {"rnn_seq2seq": Kind})
     run = run_config.resolve({"data": {"name": "pairs"}, "run_dir": "x"})
     assert (run.kind, run.model) == (Kind, Narrow(9))
-    with pytest.raises(ValueError, match=r"model\.vocab_size is 5, but must be at least 9 for the data set"):
+    with pytest.raises(ValueError, match=r"model\.vocab_size is 5, but must be 9 for the data set"):
         run_config.resolve({"data": {"name": "pairs"}, "model": {"vocab_size": 5}, "run_dir": "x"})
     monkeypatch.setattr(run_config, "KINDS", {})
     with pytest.raises(ValueError, match="but no kind of model can do its task 'translation'"):

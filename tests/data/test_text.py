@@ -139,6 +139,13 @@ def test_impossible_options_are_refused(tmp_path, options, message):
         data.load("text", **({"path": path} | options))
 
 
+def test_a_second_file_that_is_too_short_is_named(tmp_path):
+    path, short = write(tmp_path, "0123456789" * 10), tmp_path / "short.txt"
+    short.write_text("0123")
+    with pytest.raises(ValueError, match=r"length is 8, but must be less than the 4 chars of .*short.txt$"):
+        TextDataset(path, length=8, val_path=short)
+
+
 def test_an_empty_file_is_refused(tmp_path):
     for level in ("chars", "bytes"):
         with pytest.raises(ValueError, match="is empty, but must hold a text"):

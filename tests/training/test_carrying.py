@@ -163,4 +163,12 @@ def test_what_cannot_be_carried_is_refused(tmp_path):
         )
     with pytest.raises(UnsupportedError, match="this Decoder has 32 positions, which the text exceeds"):
         run(tmp_path / "c", model=hybrid(positions="learned", max_length=32), data=Stream(), **SETTINGS)
+    cosformer = {"linear": {"feature_map": "cosformer", "feature_map_options": {"max_length": 31}}}
+    with pytest.raises(UnsupportedError, match="this Decoder has 32 positions, which the text exceeds"):
+        run(
+            tmp_path / "d",
+            model=hybrid(attention="linear", attention_options=cosformer),
+            data=Stream(),
+            **SETTINGS,
+        )
     assert not list(tmp_path.iterdir())

@@ -165,6 +165,12 @@ def test_a_model_that_cannot_be_trained_is_refused_and_makes_no_folder(tmp_path)
         with pytest.raises(ValueError, match=message):
             run(tmp_path / "run", model=model)
     model = StandIn()
+    model.config.width = torch.float32
+    with pytest.raises(
+        ValueError, match="config of this StandIn must hold JSON values: Object of type dtype"
+    ):
+        run(tmp_path / "run", model=model)
+    model = StandIn()
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="the model has nothing to train"):
         run(tmp_path / "run", model=model)

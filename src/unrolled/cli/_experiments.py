@@ -4,12 +4,13 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from unrolled import experiments, training
+from unrolled import data, experiments, training
 from unrolled.bench.machine import processor
 from unrolled.bench.spectra import mean_mass
 from unrolled.cli import run_config
@@ -106,9 +107,11 @@ def _fits(experiment: Experiment, trial: Trial, figures: Figures) -> bool:
 
 
 def _values(experiment: Experiment, trial: Trial, folder: Path, data_dir: Path | None) -> dict[str, Any]:
-    """Return the settings of a run, including its folder and the data folder."""
+    """Return the settings of a run, including its folder and, if it reads files, the data folder."""
     values = experiment.values(trial) | {"run_dir": str(folder / trial.folder)}
-    if data_dir is not None:
+    kind: Any = data.dataset_type(values["data"]["name"])
+    reads_files = any(field.name == "data_dir" for field in fields(kind))
+    if data_dir is not None and reads_files:
         values["data"] = values["data"] | {"data_dir": str(data_dir)}
     return values
 

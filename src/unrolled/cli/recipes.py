@@ -95,6 +95,8 @@ def apply(
 
         recipe = {**recipe, "train": {"bf16": multiplies_bf16(device), **recipe["train"]}}
     settings = dict(recipe) | {"data": {k: v for k, v in recipe.get("data", {}).items() if k in data_options}}
+    if isinstance(by_layer := own.get("layer_options"), dict) and "model" in settings:
+        settings["model"] = _without(settings["model"], by_layer)
     given = {**sections, "model": own}
     found = {section: _merged(settings.get(section, {}), given[section]) for section in given}
     model = found["model"]
@@ -110,6 +112,15 @@ def apply(
         ]
         model["attention_options"] = {key: value for key, value in options.items() if key in kept}
     return found
+
+
+def _without(model: Mapping[str, Any], by_layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe of a model without the options of mechanisms that a run sets layer by layer."""
+    options = {
+        mechanism: {key: value for key, value in its.items() if key not in (by_layer.get(mechanism) or {})}
+        for mechanism, its in model["attention_options"].items()
+    }
+    return {**model, "attention_options": options}
 
 
 def _merged(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -281,28 +281,37 @@ def _model(kind: type[SavedModel], dataset: data.BaseDataset, given: Mapping[str
     if fields_given.get("positions") == "axial":
         fields_given.setdefault("axial_shape", dataset.vocabulary.shape)
     from_data = kind.config_type.from_data()
-    facts = {attribute: getattr(dataset, attribute) for attribute in from_data.values()}
+    facts = {key: getattr(dataset, attribute) for key, attribute in from_data.items()}
     # Where the data set has None, False or 0, the model keeps its default.
-    follows = {key: facts[attribute] for key, attribute in from_data.items() if facts[attribute]}
+    follows = {key: fact for key, fact in facts.items() if fact}
     model: ModelConfig = kind.config_type(**(follows | fields_given))
-    _check_fit(model, dataset, kind.model_name, follows)
+    _check_fit(model, dataset, kind.model_name, facts)
     return model
 
 
 def _check_fit(
-    model: ModelConfig, dataset: data.BaseDataset, model_name: str, follows: Mapping[str, Any]
+    model: ModelConfig, dataset: data.BaseDataset, model_name: str, facts: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError if a model is too small for the data set, or needs a data set with other options."""
+    """Raise ValueError if a model is too small for the data set, or needs a data set with other options.
+
+    A model of byte pairs may have more ids than the data; with other data, each id has a meaning.
+    """
     for attribute, expected in model.needs.items():
         if (found := getattr(dataset, attribute)) != expected:
             raise ValueError(f"data.{attribute} is {found}, but must be {expected} for this {model_name}")
-    needed = dict(follows)
+    needed = {key: fact for key, fact in facts.items() if fact}
     length = needed.pop("max_length", None)
     if length is not None and model.n_positions is not None and model.n_positions < length:
         raise ValueError(
             f"the model has {model.n_positions} positions, but must have at least {length} for the data set "
             f"{dataset.name}: raise model.max_length or model.axial_shape"
         )
+    exact = ["start_token"] if dataset.vocabulary.may_have_more_ids else ["start_token", "vocab_size"]
+    for key in [key for key in exact if key in facts]:
+        if (given := vars(model)[key]) != facts[key]:
+            raise ValueError(
+                f"model.{key} is {given}, but must be {facts[key]} for the data set {dataset.name}"
+            )
     for key, least in needed.items():
         given = vars(model)[key]
         if given is None or given < least:

@@ -83,6 +83,11 @@ class Vocabulary(Checked):
         """Whether ids stand for text that a model continues."""
         return self.kind in ("text", "tokenizer")
 
+    @property
+    def may_have_more_ids(self) -> bool:
+        """Whether a model may have more ids than the vocabulary, as those of tokenizers often do."""
+        return self.kind in ("tokenizer", "bpe")
+
     def attach(self, model: Model) -> Model:
         """Make `model.save` write this vocabulary too, as `vocabulary.json`; return the model."""
         model.documents[FILE_NAME] = asdict(self)

@@ -111,9 +111,9 @@ class TextDataset(BaseDataset):
         units = "tokens" if self.level == "bpe" else self.level
         split, shortest = min(self._ids.items(), key=lambda part: len(part[1]))
         if len(shortest) <= self.length:
+            part = self.val_path if split == "val" and self.val_path else f"the {split} part of {self.path}"
             raise ValueError(
-                f"length is {self.length}, but must be less than the {len(shortest)} {units} "
-                f"of the {split} part of {self.path}"
+                f"length is {self.length}, but must be less than the {len(shortest)} {units} of {part}"
             )
 
     @property

@@ -1,6 +1,7 @@
 """The parts of a run that write no files: start, resume from a checkpoint, and step."""
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -76,6 +77,10 @@ def _check_trainable(model: object) -> None:
             f"model is a {type(model).__name__}, but must have loss(inputs, targets), save(folder) and a "
             "dataclass config"
         )
+    try:
+        json.dumps(asdict(config))
+    except TypeError as error:
+        raise ValueError(f"config of this {type(model).__name__} must hold JSON values: {error}") from error
 
 
 def begin(model: Trainable, config: TrainConfig, processes: Processes) -> TrainState:

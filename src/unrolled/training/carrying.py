@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from unrolled.contract import Batch, UnsupportedError
+from unrolled.models.limits import n_positions
 from unrolled.ops.state import leaves, map_tensors
 from unrolled.training.processes import Processes
 from unrolled.training.segments import Continues, check_continues, empty_state
@@ -36,10 +37,10 @@ def check_carried(model: object, batch: Batch) -> None:
             "data.order=consecutive, without packed documents"
         )
     after = check_continues(model)
-    if (positions := getattr(getattr(model, "config", None), "n_positions", None)) is not None:
+    if (positions := n_positions(model)) is not None:
         raise UnsupportedError(
             f"carry_state is True, but this {type(model).__name__} has {positions} positions, which the text "
-            "exceeds: use rotary positions, or none"
+            "exceeds: use rotary positions, or none, and no mechanism with positions of its own"
         )
     before = model.init_state(1)  # type: ignore[attr-defined]
     if any(x.shape != y.shape for x, y in zip(leaves(before).values(), leaves(after).values(), strict=True)):

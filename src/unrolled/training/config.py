@@ -134,10 +134,11 @@ class TrainConfig(Checked):
     def free_on_resume(self) -> frozenset[str]:
         """Name the fields that a resumed run may change, since they do not change the final weights.
 
-        `threads`, `gradient_checkpointing`, `compile`, `segment`, `shard` and `sequence` change at most the
-        rounding. `steps`, `seconds` and `clock` change the cosine schedule, so they must not change with it,
-        and `eval_every` must not change with the plateau schedule, which reacts to each evaluation.
-        `eval_batches` must not change because the best loss so far must stay comparable.
+        `threads`, `gradient_checkpointing` and `compile` change at most the rounding; `segment`, `shard` and
+        `sequence` also change what dropout removes. `steps`, `seconds` and `clock` change the cosine
+        schedule, so they must not change with it, and `eval_every` must not change with the plateau schedule,
+        which reacts to each evaluation. `eval_batches` must not change because the best loss so far must stay
+        comparable.
         """
         free = {"checkpoint_every", "log_every", "threads", "gradient_checkpointing"}
         free |= {"compile", "segment", "shard", "sequence"}
