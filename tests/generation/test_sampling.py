@@ -196,6 +196,9 @@ def test_sample_refuses_logits_that_are_no_distribution(bad: float) -> None:
         (lambda x: sampling.top_p(x, 1.5), r"top_p is 1.5, but must be in \(0, 1\]"),
         (lambda x: sampling.min_p(x, 1.1), r"min_p is 1.1, but must be in \[0, 1\]"),
         (lambda x: sampling.repetition_penalty(x, x > 0, 0.0), "repetition_penalty"),
+        (lambda x: sampling.repetition_penalty(x, x, 2), "seen is .* but must be bool"),
+        (lambda x: sampling.repetition_penalty(x, x[:, :2] > 0, 2), "seen is .* but must be bool"),
+        (lambda x: sampling.sample(x, [1.0]), r"draws are \[1.0\], but must be in \[0, 1\)"),
         (lambda x: sampling.sample(x, []), r"draws has 0, but must have one per row of logits \(1, 3\)"),
     ],
 )

@@ -99,6 +99,12 @@ def test_sizes_of_0_are_refused(name):
         transcribe(small_model("transcriber"), [], **{name: 0})
 
 
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_beam_of_none_is_refused(size):
+    with pytest.raises(ValueError, match=f"beam_size is {size}, but must be an integer of at least 1"):
+        decode(torch.zeros(5, 3), beam_size=size)
+
+
 def test_wrong_frames_are_refused():
     with pytest.raises(ValueError, match=r"log_probs is of shape \[2\], but must be \[T, V \+ 1\]"):
         decode(torch.zeros(2))

@@ -296,17 +296,18 @@ def test_short_prompts_are_read_before_the_next_block(monkeypatch):
     assert engine.counts["blocks"] <= 2  # the first prompt may have been read before the others came
 
 
-def test_a_conversation_is_not_read_again():
+@pytest.mark.parametrize("length", [2, 30])
+def test_a_conversation_is_not_read_again(length):
     model = decoder()
     engine = made(model)
 
     async def go():
-        tokens, *_ = await result(engine.submit(job(model, list(range(30)), 12)))
-        return await result(engine.submit(job(model, [*range(30), *tokens[0], 1, 2], 4)))
+        tokens, *_ = await result(engine.submit(job(model, list(range(length)), 20)))
+        return await result(engine.submit(job(model, [*range(length), *tokens[0], 1, 2], 4)))
 
     _, _, first, _ = asyncio.run(go())
     engine.drain(5)
-    assert first.cached == 41
+    assert first.cached == length + 19
 
 
 def test_cancelling_frees_the_rows():

@@ -43,7 +43,7 @@ def talking(engine: Any = None, **changes: Any) -> Any:
         (
             {"prompt": [10**5000 // 10**4900]},
             "prompt",
-            "prompt holds the id too large a number, but must hold ids of 0 to 255",
+            "prompt holds too large a number, but must hold ids of 0 to 255",
         ),
         (
             {"prompt": ""},

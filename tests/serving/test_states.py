@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from unrolled.serving import states as module
 from unrolled.serving.snapshot import Snapshot
-from unrolled.serving.states import OVERHEAD, RECENT, States, UnknownState
+from unrolled.serving.states import OVERHEAD, RECENT, States, UnknownState, untold
 from unrolled.serving.store.memory import MemoryStore
 
 MODEL = "0" * 64
@@ -170,13 +170,15 @@ def test_use_in_memory_counts_in_the_store(store: Counted, passed: list[float]) 
 
 @pytest.mark.parametrize("seconds", [30.0, 90.0])
 def test_a_state_in_use_is_not_dropped(seconds: float, passed: list[float]) -> None:
-    store = MemoryStore(None, seconds, now=lambda: module.time.monotonic())
+    store = MemoryStore(None, seconds + untold(seconds), now=lambda: module.time.monotonic())
     states, kept = States(store, 10 * SIZE, seconds), snapshot(0)
     states.keep(kept)
     for _ in range(20):
-        passed[0] += 0.9 * seconds
+        passed[0] += 0.9 * untold(seconds)
         assert states.get(kept.id) == kept
-    passed[0] += seconds + 1
+        passed[0] += 0.99 * seconds
+        assert states.get(kept.id) == kept
+    passed[0] += 1.1 * seconds
     with pytest.raises(UnknownState):
         states.get(kept.id)
 

@@ -130,12 +130,16 @@ def test_sessions_move_only_for_those_who_know_where_they_point() -> None:
     new = {"If-None-Match": "*"}
     assert error(http.put(place, json={"state": "0" * 64}, headers=new), 404)["code"] == "unknown_state"
     assert http.put(place, json={"state": one}, headers=new).json() == {"name": "chat-1", "state": one}
-    assert error(http.put(place, json={"state": two}, headers=new), 412)["code"] == "moved"
+    again = error(http.put(place, json={"state": two}, headers=new), 412)
+    assert (again["code"], again["param"]) == ("moved", "If-None-Match")
+    assert again["message"] == "the session chat-1 exists already"
     found = http.get(place)
     assert (found.json()["state"], found.headers["etag"]) == (one, f'"{one}"')
     known = {"If-Match": found.headers["etag"]}
     assert http.put(place, json={"state": two}, headers=known).headers["etag"] == f'"{two}"'
-    assert error(http.put(place, json={"state": two}, headers=known), 412)["code"] == "moved"
+    again = error(http.put(place, json={"state": two}, headers=known), 412)
+    assert (again["code"], again["param"]) == ("moved", "If-Match")
+    assert again["message"] == "the session chat-1 does not exist, or points elsewhere now"
     assert error(http.delete(place), 428)
     assert error(http.delete(place, headers=known), 412)
     assert http.delete(place, headers={"If-Match": f'"{two}"'}).status_code == 204

@@ -88,7 +88,9 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the plan holds: packed matrices, and all other weights in fp32."""
+        """Bytes that the plan holds: packed matrices, embeddings in 16 bits (in fp32 with fp32 matrices), and
+        all other weights in fp32.
+        """
         return self._program.nbytes
 
     def save(self, path: str | Path) -> None:

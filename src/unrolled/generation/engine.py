@@ -45,9 +45,10 @@ def generate(
     the index of the prompt and the index of the sample, so it does not depend on the other rows. The model
     runs in evaluation mode without gradients; its mode is restored afterwards.
 
-    On a CPU, a plan runs the model if `unrolled.decode.plan` supports it. The plan is made for this call and
-    takes as much memory as the weights in fp32. It computes in fp32, so a model in bf16 or fp16 may draw
-    other tokens than without a plan. To make it only once, keep a plan and call `plan.generate`.
+    On a CPU, a plan runs the model for 32 or more new tokens, or with `weights`, if `unrolled.decode.plan`
+    supports it. The plan is made for this call and takes as much memory as the weights in fp32. It computes
+    in fp32, so a model in bf16 or fp16 may draw other tokens than without a plan. To make it only once, keep
+    a plan and call `plan.generate`.
 
     On CUDA, steps are replayed from a CUDA graph if the state has a constant size, unless the model has hooks
     or parts from outside this library, or runs under autocast.

@@ -38,6 +38,8 @@ def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     check_repetition_penalty(penalty)
     _check_logits(logits)
     check_tensor("seen", seen)
+    if seen.dtype != torch.bool or seen.shape != logits.shape:
+        raise wrong("seen", seen, f"bool {tuple(logits.shape)}, as logits")
     penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
     return torch.where(seen, penalised, logits)
 
@@ -120,11 +122,13 @@ def sample(logits: Tensor, draws: Sequence[float]) -> Tensor:
         token ids [N] int64, on the device of the logits.
 
     Raises:
-        ValueError: a row holds NaN or +inf, or nothing but -inf.
+        ValueError: a row holds NaN or +inf, or nothing but -inf; or a draw is out of range.
     """
     _check_logits(logits)
     if len(draws) != logits.shape[0]:
         raise ValueError(f"draws has {len(draws)}, but must have one per row of logits {tuple(logits.shape)}")
+    if not all(0 <= x < 1 for x in draws):
+        raise ValueError(f"draws are {list(draws)}, but must be in [0, 1)")
     tokens = draw(logits, torch.tensor(draws, dtype=torch.float64, device="cpu"))
     for row, token in enumerate(tokens.tolist()):
         check_drawn(row, token, logits.shape[-1])

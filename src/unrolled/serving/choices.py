@@ -43,7 +43,7 @@ class Choice:
         tokens, final = [*self._begun, *drawn.tokens], drawn.finish is not None
         hidden = 0  # number of the last tokens that do not belong to the text, or not yet
         if drawn.finish == "stop":
-            hidden = next((len(x) for x in self._ends if tokens[-len(x) :] == x), 0)
+            hidden = max((len(x) for x in self._ends if tokens[-len(x) :] == x), default=0)
         elif not final:
             begun = (n for x in self._ends for n in range(1, len(x)) if tokens[-n:] == x[:n])
             hidden = max(begun, default=0)

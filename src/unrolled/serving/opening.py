@@ -9,7 +9,7 @@ from unrolled.decode.packing import Weights
 from unrolled.models.saving import CONFIG_FILE
 from unrolled.serving.model import Limits, Served, open_model
 from unrolled.serving.settings import Settings, read_keys
-from unrolled.serving.states import States
+from unrolled.serving.states import States, untold
 from unrolled.serving.store import open_store
 
 MEMORY = "memory:"
@@ -96,7 +96,8 @@ class Options(BaseModel):
             ValueError: the address is wrong, or this kind of store does not support `ttl` or `state_bytes`.
             OSError: the store cannot be reached, read or written.
         """
-        store = open_store(self.states, state_bytes=self.state_bytes, ttl=self.ttl)
+        ttl = None if self.ttl is None else self.ttl + untold(self.ttl)
+        store = open_store(self.states, state_bytes=self.state_bytes, ttl=ttl)
         return States(store, self.state_memory, self.ttl)
 
     def settings(self) -> Settings:

@@ -99,7 +99,7 @@ class Reading:
 
     def keep_all(self, drawn: list[int], state: Any) -> None:
         """Keep the state at the end of a single continuation, which has read all but the last of `drawn`."""
-        if not self._shared or len(self.run.job.keys) > 1:
+        if self.run.job.state is not None or len(self.run.job.keys) > 1:
             return
         tokens = np.concatenate([self.tokens, np.array(drawn[:-1], np.int64)])
         copy = self._runner.copy(state, len(tokens))

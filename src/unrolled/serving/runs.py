@@ -192,9 +192,9 @@ def room(served: Served, length: int, asked: int | None, default: int, param: st
     most = MOST if served.n_positions is None else served.n_positions
     left = most - length + 1  # the last token is drawn, but not read
     if left < 1 or (asked or 0) > left:
+        wanted = "" if asked == 0 else f" and {asked or 1} more are wanted"
         raise invalid(
-            f"{param} and state have {length} tokens and {asked or 1} more are wanted, but the model reads "
-            f"{most} at most",
+            f"{param} and state have {length} tokens{wanted}, but the model reads {most} at most",
             param if left < 1 else "max_tokens",
             "context_length_exceeded",
         )

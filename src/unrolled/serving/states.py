@@ -26,6 +26,11 @@ class _Held(NamedTuple):
     seen: float  # when the state was last known to be in the store
 
 
+def untold(seconds: float) -> float:
+    """Return for how long the store is not told of uses of a state in memory, if it drops unused states."""
+    return min(RECENT, seconds / 20)
+
+
 class States:
     """A store of states with a cache in memory. Any number of threads may use it.
 
@@ -36,7 +41,8 @@ class States:
         store: the store.
         memory_bytes: maximum `nbytes` of the cache. Beyond it, the least recently used states are dropped
             from memory; a state that is larger than it is read from the store each time.
-        seconds: the time without use after which the store drops a state, if there is one.
+        seconds: the time without use after which a state may be dropped, if there is one. The store should
+            wait for `untold(seconds)` more.
 
     Raises:
         ValueError: memory_bytes below 0.
@@ -46,7 +52,7 @@ class States:
         if memory_bytes < 0:
             raise ValueError(f"memory_bytes must be at least 0, not {memory_bytes}")
         self._store, self._most = store, memory_bytes
-        self._recent = RECENT if seconds is None else min(RECENT, seconds / 20)
+        self._recent = RECENT if seconds is None else untold(seconds)
         self._lock = threading.Lock()
         self._held: OrderedDict[str, _Held] = OrderedDict()  # the least recently used first
         self._bytes = 0

@@ -1,5 +1,7 @@
 """`generate` of transformers by a plan: the same tokens, and a cache from which the model goes on."""
 
+import copy
+
 import pytest
 import torch
 from hf_models import make, prompts
@@ -11,6 +13,7 @@ from unrolled.interop.hf.cache import StateCache
 from unrolled.models import DecoderState
 from unrolled.ops import native
 from unrolled.ops.dispatch import prefer
+from unrolled.ops.state import leaves, map_tensors
 
 if not native.available():
     pytest.skip(str(native.missing()), allow_module_level=True)
@@ -72,6 +75,31 @@ def test_a_cache_that_was_given_is_continued(model, steps):
     assert steps
     assert isinstance(cache.only.state, DecoderState)
     assert torch.equal(found, model.generate(ids, max_new_tokens=N, min_new_tokens=N))
+
+
+@torch.no_grad()
+def test_what_is_kept_while_a_plan_runs_does_not_change(model, steps):
+    cache, kept = StateCache(), {}
+
+    def keep(ids, scores, **_):
+        state = cache.only.state
+        kept[ids.shape[1]] = state, map_tensors(torch.clone, state), copy.deepcopy(cache)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    out = model.generate(
+        prompts(), past_key_values=cache, max_new_tokens=N, min_new_tokens=N, stopping_criteria=[keep]
+    )
+    assert steps
+    for length, (state, before, copied) in kept.items():
+        assert isinstance(state, DecoderState)
+        for x, y in zip(leaves(state).values(), leaves(before).values(), strict=True):
+            assert torch.equal(x, y)
+        expected = model(out[:, :length], use_cache=False).logits[:, -1]
+        for given in (state, copy.deepcopy(copied)):  # which have not read the last token
+            found = model(out[:, length - 1 : length], past_key_values=given).logits[:, -1]
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    copied = kept[max(kept) - 3][2]
+    assert torch.equal(model.generate(out[:, : max(kept) - 3], past_key_values=copied, max_new_tokens=3), out)
 
 
 def test_weights_may_be_rounded(steps):

@@ -7,12 +7,11 @@ from threading import Lock
 from weakref import WeakSet
 
 from unrolled.contract import UnsupportedError
-from unrolled.decode import Plan, PlanState, plan, unasked
+from unrolled.decode import Plan, plan, unasked
 from unrolled.decode.packing import Weights
 from unrolled.interop.hf.cache import StateLayer
-from unrolled.models import Decoder, DecoderState
+from unrolled.models import Decoder
 from unrolled.ops.dropout import Dropout
-from unrolled.ops.state import Parts
 
 PLANNED_STEPS = 8  # tokens that the model reads before a plan is made; making it takes about as long
 
@@ -34,23 +33,20 @@ class Generation:
         self._plan = None if weights is None else plan(model, weights)
         self._possible = weights is not None or (unasked() and not _drops(model))
 
-    def reader(self, state: Parts, tokens: int) -> tuple[Decoder | Plan, Parts]:
-        """Return the model or plan that reads the next tokens, and the state in the form that it takes."""
+    def reader(self, tokens: int) -> Decoder | Plan:
+        """Return the model or plan that reads the next tokens."""
         self._steps += tokens == 1
         if self._plan is None and self._possible and self._steps >= PLANNED_STEPS:
             try:
                 self._plan = plan(self.model)
             except UnsupportedError:
                 self._possible = False
-        if self._plan is None:
-            return self.model, state
-        return self._plan, self._plan.from_model(state) if isinstance(state, DecoderState) else state
+        return self.model if self._plan is None else self._plan
 
     def finish(self) -> None:
-        """Convert the states that the plan has put into caches, so that the model can continue them."""
+        """Convert the states that the plan has put into caches to those of the model."""
         for layer in self.written:
-            if isinstance(layer.state, PlanState) and self._plan is not None:
-                layer.state = self._plan.to_model(layer.state)
+            layer.state = layer.state
 
 
 def _drops(model: Decoder) -> bool:
@@ -86,7 +82,7 @@ def current(model: Decoder) -> Generation | None:
     return None if made is None or made.model is not model else made
 
 
-def reader(model: Decoder, state: Parts, tokens: int) -> tuple[Decoder | Plan, Parts]:
+def reader(model: Decoder, tokens: int) -> Decoder | Plan:
     """Return the plan that reads the next tokens inside `generation` of this model, else the model."""
     made = current(model)
-    return (model, state) if made is None else made.reader(state, tokens)
+    return model if made is None else made.reader(tokens)

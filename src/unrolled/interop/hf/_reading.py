@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from unrolled.contract import UnsupportedError
-from unrolled.decode import PlanState
+from unrolled.decode import Plan
 from unrolled.interop.hf._model import key_padding_mask, without_padding
 from unrolled.interop.hf._planned import current, reader
 from unrolled.interop.hf.cache import StateCache, StateLayer
@@ -60,21 +60,23 @@ class ReadsTokens:
     ) -> Tensor:
         if current(self.model) is None:  # `generate` has checked it
             self._check_takes_cache()
-        state = self.model.init_state(len(tokens)) if layer.state is None else layer.state
-        runner: Any  # the model or a plan, with a state in its own form
+        runner: Any = reader(self.model, tokens.shape[1])
+        plan = runner if isinstance(runner, Plan) else None
+        state: Any = layer.latest  # in the form of the plan
+        if plan is None or layer.plan is not plan:
+            state = self.model.init_state(len(tokens)) if layer.state is None else layer.state
+            state = state if plan is None else plan.from_model(state)
         out: Tensor
-        runner, state = reader(self.model, state, tokens.shape[1])
         if tokens.shape[1] == 1 and padding is None:
-            # The state of a plan never leaves `generate`, so it may be changed in place.
-            of_plan = {"in_place": True} if isinstance(state, PlanState) else {}
+            of_plan = {} if plan is None else {"in_place": True}  # `layer.state` gives copies only
             out, state = runner.step(tokens[:, 0], state, **of_plan)
             out = out.unsqueeze(1)
         else:
             out, state = runner.prefill(
                 tokens, state, key_padding_mask=padding, logits_to_keep=logits_to_keep
             )
-        layer.put(state, tokens.shape[1])
-        if isinstance(state, PlanState) and (call := current(self.model)) is not None:
+        layer.put(state, tokens.shape[1], plan)
+        if plan is not None and (call := current(self.model)) is not None:
             call.written.add(layer)
         return out
 
@@ -106,7 +108,7 @@ class ReadsTokens:
                 f"past_key_values is a {type(given).__name__}, but must be a StateCache of one StateLayer "
                 "or a DecoderState"
             )
-        if given.only.state is not None and not isinstance(given.only.state, PlanState):
+        if given.only.plan is None and given.only.state is not None:
             self._check_state(given.only.state)
         return given
 

@@ -1,10 +1,10 @@
 """The cache that transformers passes from one call of a model to the next, with a state of this library.
 
-A state is never changed in place, so a cache only holds the latest state: each call replaces it by the next
-state, and copies of the previous state remain valid.
+A cache only holds the latest state: each call replaces it by the next state. A state that was read from a
+cache does not change; neither does a copy of the cache.
 """
 
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from unrolled.contract import UnsupportedError
 from unrolled.ops import state as states
 from unrolled.ops.state import Parts
+
+if TYPE_CHECKING:
+    from unrolled.decode import Plan
 
 State = Parts
 KEYS_REFUSED = "this layer of the cache holds a state, not keys and values: use `put` instead"
@@ -37,21 +40,37 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # of its __
         self.state, self.seen = state, seen
         self.is_initialized = state is not None
 
-    def put(self, state: State, read: int) -> None:
-        """Replace the state by the one after `read` more positions."""
-        self.state, self.seen = state, self.seen + read
+    @property
+    def state(self) -> State | None:
+        """The latest state, in the form of the model; while a plan runs in `generate`, a copy of it."""
+        if self.plan is None:
+            latest: State | None = self.latest
+            return latest
+        return states.map_tensors(Tensor.clone, self.plan.to_model(self.latest))
+
+    @state.setter
+    def state(self, state: State | None) -> None:
+        self.latest: Any = state  # in the form of the plan, if there is one
+        self.plan: Plan | None = None
+
+    def put(self, state: State, read: int, plan: "Plan | None" = None) -> None:
+        """Replace the state by the one after `read` more positions, in the form of the plan if one is given.
+
+        A plan may change its own latest state in place.
+        """
+        self.latest, self.plan, self.seen = state, plan, self.seen + read
         self.is_initialized = True
 
     @property
     def batch_size(self) -> int:
         """Number of rows of the state; the attribute does not exist before the first token."""
-        if self.state is None:
+        if self.latest is None:
             raise AttributeError("batch_size: this layer has no state yet")
-        return next(iter(states.leaves(self.state).values())).shape[0]
+        return next(iter(states.leaves(self.latest).values())).shape[0]
 
     def nbytes(self) -> int:
         """Bytes that the state holds."""
-        return 0 if self.state is None else states.nbytes(self.state)
+        return 0 if self.latest is None else states.nbytes(self.latest)
 
     def get_seq_length(self) -> int:
         """Number of positions read."""
@@ -71,13 +90,13 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # of its __
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows at these indices, or those where a mask [B] is True."""
-        if self.state is not None:
+        if self.latest is not None:
             rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
-            self.state = states.select(self.state, rows)
+            self.latest = states.select(self.latest, rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Replace each row by `repeats` copies of it."""
-        if self.state is not None:
+        if self.latest is not None:
             self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def reset(self) -> None:

@@ -69,8 +69,8 @@ def check_ids(ids: list[int], vocab_size: int, param: str) -> list[int]:
     """
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(x for x in ids if not 0 <= x < vocab_size)
-        shown = wrong if abs(wrong) < 10**20 else "too large a number"
-        raise invalid(f"{param} holds the id {shown}, but must hold ids of 0 to {vocab_size - 1}", param)
+        shown = f"the id {wrong}" if abs(wrong) < 10**20 else "too large a number"
+        raise invalid(f"{param} holds {shown}, but must hold ids of 0 to {vocab_size - 1}", param)
     return ids
 
 

@@ -114,8 +114,11 @@ async def _swap(request: Request, name: str, expected: str | None, new: str | No
             moved = await service_of(request).stored(service_of(request).states.move, name, expected, new)
         except UnknownState:
             raise ApiError(404, f"there is no state {new}", param="state", code="unknown_state") from None
+    if not moved and expected is None:
+        raise ApiError(412, f"the session {name} exists already", param="If-None-Match", code="moved")
     if not moved:
-        raise ApiError(412, f"the session {name} now points elsewhere", param="If-Match", code="moved")
+        says = f"the session {name} does not exist, or points elsewhere now"
+        raise ApiError(412, says, param="If-Match", code="moved")
 
 
 def _tag(header: str) -> str:
