@@ -62,3 +62,10 @@ def test_half_precision_is_that_of_its_inputs_only():
     torch.testing.assert_close(found.float(), expected, rtol=1e-3, atol=1e-3)
     nothing = cosine_weights(torch.zeros(1, 4).half(), memory.half(), torch.ones(1).half())
     torch.testing.assert_close(nothing, torch.full((1, 3), 1 / 3).half())
+
+
+def test_autocast_rounds_no_cosine():
+    key, memory, beta = normal(2, 3, 8).float(), normal(2, 9, 8, seed=1).float(), torch.full((2, 3), 20.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = cosine_weights(key, memory, beta)
+    assert torch.equal(found, cosine_weights(key, memory, beta))

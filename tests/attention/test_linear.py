@@ -56,6 +56,16 @@ def test_it_keeps_no_more_for_the_backward_pass_than_softmax_attention(dtype):
 
 
 @pytest.mark.slow
+def test_another_feature_map_has_another_state():
+    module, x = LinearAttention(16, 2, causal=True), torch.randn(1, 16)
+    module.step(x, module.init_state(1))
+    module.feature_map = make_feature_map("taylor", 8, 2, 2)
+    y, _ = module.step(x, module.init_state(1))
+    assert y.shape == (1, 16)
+    with pytest.raises(ValueError, match=r"state.kv is .* but must be torch.float32 \[1, 2, 45, 8\]"):
+        module.step(x, LinearAttention(16, 2, causal=True).init_state(1))
+
+
 @pytest.mark.parametrize("name", ["elu", "polynomial", "cosformer"])
 def test_a_norm_of_heads_keeps_the_contract(name):
     check_uncompiled(Maker(LinearAttention, {"feature_map": name, "normalizer": "rms"}))

@@ -191,7 +191,7 @@ def test_wrong_options_are_named(options, message):
 
 
 def test_what_landmarks_alone_cannot_do_is_refused():
-    with pytest.raises(UnsupportedError, match="not causal"):
+    with pytest.raises(UnsupportedError, match="not causal: it must have a window to be causal"):
         LongShortAttention(8, 2, window=None, causal=True)
     with pytest.raises(UnsupportedError, match="does not support cross-attention"):
         LongShortAttention(8, 2)(torch.zeros(1, 3, 8), torch.zeros(1, 4, 8))

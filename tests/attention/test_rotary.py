@@ -96,3 +96,14 @@ def test_there_are_no_weights_between_two_sequences(name):
     module.causal = False
     with pytest.raises(UnsupportedError, match="rotary positions are not defined between two sequences"):
         module.weights(x, x)
+    with pytest.raises(UnsupportedError, match="rotary positions are not defined between two sequences"):
+        module(x, x)
+
+
+@pytest.mark.parametrize("kind", [SoftmaxAttention, LinearAttention])
+def test_an_instance_with_positions_says_what_it_cannot_do(kind):
+    supports = kind(16, 2, rotary=True).supports
+    assert supports.positions
+    assert not supports.cross
+    assert not supports.single_queries
+    assert supports.weights == (kind is SoftmaxAttention)  # those of linear attention do not add up to 1

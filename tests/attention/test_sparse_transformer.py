@@ -180,6 +180,22 @@ def test_the_state_keeps_what_is_still_to_be_read(options, slots):
     assert nbytes(stepped) == nbytes(state)
 
 
+@pytest.mark.parametrize("kind", ["fixed", "strided"])
+def test_tokens_read_with_a_mask_take_no_more_slots(kind):
+    module = SparseTransformerAttention(8, 2, causal=True, kind=kind, stride=16).double()
+    x, found = torch.randn(1, 40, 8, dtype=torch.float64), []
+    expected = module(x)
+    for masked in (False, True):
+        state, outputs = module.init_state(1), []
+        for x_t in x.split(1, 1):
+            mask = torch.zeros(1, 1, dtype=torch.bool) if masked else None
+            y, state = module.prefill(x_t, state, key_padding_mask=mask)
+            outputs.append(y)
+        torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=1e-12, atol=1e-12)
+        found.append(state.past_k.shape[1] + state.recent_k.shape[1])
+    assert found[1] <= found[0] + 16
+
+
 def test_a_step_gathers_the_keys_that_it_reads():
     def flops(length):
         module = SparseTransformerAttention(8, 2, causal=True, kind="strided", stride=32)

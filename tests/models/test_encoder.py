@@ -145,6 +145,14 @@ def test_a_row_without_tokens_pools_to_zero(attention, pooling):
         assert all(g.isfinite().all() for g in gradients)
 
 
+def test_the_mean_does_not_overflow_in_fp16():
+    model = encoder(input_dim=5, n_classes=3, pooling="mean").half()
+    y = torch.full((1, 40_000, model.config.d_model), 2.0, dtype=torch.float16)
+    pooled = model._pool(y, torch.zeros(y.shape[:2], dtype=torch.bool))
+    assert pooled.dtype == torch.float16
+    assert (pooled == 2).all()
+
+
 @pytest.mark.parametrize("attention", ATTENTION, ids=str)
 def test_every_position_sees_every_other(attention):
     model = encoder(attention=attention, vocab_size=VOCAB, n_classes=3, output="tokens")

@@ -173,8 +173,8 @@ class Loss(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens):
-        return self.model.loss(tokens, tokens)
+    def forward(self, tokens, targets=None):
+        return self.model.loss(tokens, tokens if targets is None else targets)
 
 
 @pytest.mark.parametrize("fields", RECOMPUTED, ids=str)
@@ -189,6 +189,23 @@ def test_gradients_are_those_of_the_parameters_of_the_forward(fields, kind):
     model.load_state_dict({**model.state_dict(), **parameters})
     expected = torch.autograd.grad(model.loss(tokens, tokens), list(model.parameters()))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_gradients_are_those_of_the_tied_parameters_of_the_forward():
+    tied = {"linformer": {"sharing": "layerwise", "rank": 4, "max_length": 8}}
+    sizes = {"vocab_size": 11, "d_model": 16, "n_layers": 3, "n_heads": 2, "n_classes": 3}
+    model = Encoder(EncoderConfig(**sizes, attention="linformer", attention_options=tied)).double().train()
+    tokens, labels = torch.arange(14).view(2, 7) % 11, torch.tensor([0, 2])
+    other = {
+        name: (x.detach() + 0.1 * torch.randn_like(x)).requires_grad_()
+        for name, x in model.named_parameters()
+    }
+    found = []
+    for model.gradient_checkpointing in (False, True):
+        wrapped = {f"model.{name}": x for name, x in other.items()}
+        loss = torch.func.functional_call(Loss(model), wrapped, (tokens, labels))
+        found.append(torch.autograd.grad(loss, list(other.values())))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("fields", RECOMPUTED, ids=str)

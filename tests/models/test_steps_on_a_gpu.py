@@ -36,6 +36,19 @@ def test_a_step_reads_nothing_on_the_host(name):
     assert logits.shape == (2, 11)
 
 
+@pytest.mark.parametrize(
+    "fields", [{"positions": "learned"}, {"inputs": "pixels", "head": "logistic_mixture"}], ids=str
+)
+def test_models_run_on_meta(fields):
+    config = DecoderConfig(vocab_size=11, d_model=16, n_layers=1, n_heads=2, **fields)
+    tokens = torch.zeros(2, 5, dtype=torch.long, device="meta")
+    with torch.device("meta"):
+        model = Decoder(config).eval()
+        assert model.loss(tokens, tokens).is_meta
+        logits, _ = model.prefill(tokens, model.init_state(2))
+    assert logits.shape == (2, 5, 11)
+
+
 def test_the_guard_notices_a_value_that_is_read():
     x, on_cpu = torch.ones(2, device="meta"), torch.ones(2)
     with OnlyMeta():

@@ -59,6 +59,18 @@ def test_the_kernel_is_the_steps(cell, dtype):
 
 
 @pytest.mark.parametrize("cell", FUSED)
+@torch.no_grad()
+def test_a_hook_of_the_projection_acts_on_sequences_too(cell):
+    module = recurrent.load(cell)(6, 8).double()
+    x, state, outputs = normal(3, 10, 6), module.init_state(3), []
+    module.input_proj.register_forward_hook(lambda layer, inputs, y: 2 * y)
+    for x_t in x.unbind(1):
+        y, state = module.step(x_t, state)
+        outputs.append(y)
+    torch.testing.assert_close(module(x), torch.stack(outputs, 1), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("cell", FUSED)
 @pytest.mark.parametrize("both_ways", [False, True])
 def test_the_kernel_runs_despite_padding(cell, both_ways, monkeypatch):
     """On the right, on the left and between tokens; a row may have no tokens."""

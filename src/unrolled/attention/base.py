@@ -104,7 +104,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             raise ValueError(f"d_model is {d_model}, but must be a multiple of n_heads = {n_heads}")
         self.d_model, self.n_heads, self.causal, self.rotary = d_model, n_heads, causal, rotary
         if rotary:
-            self.supports = self.supports.but(positions=True)
+            self.supports = self.supports.but(positions=True, cross=False, single_queries=False)
         self.n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         if self.n_kv_heads < 1 or n_heads % self.n_kv_heads:
             raise ValueError(f"n_kv_heads is {n_kv_heads}, but must divide n_heads = {n_heads}")
@@ -315,9 +315,9 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
                 positions are rotary.
         """
         sequence.refuse("a memory")
+        self._check_no_rotary()
         self._check_has_weights()
         self.refuse("cross", memory, "cross-attention")
-        self._check_no_rotary()
         self._check_input("query", query)
         self._check_input("memory", memory)
         masks = Masks(key_padding_mask)
@@ -495,6 +495,8 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Check the arguments of `forward`; return the inputs with zeros at padding."""
         self._check_input("query", query)
+        if key is not None:
+            self._check_no_rotary()
         self.refuse("cross", key, "cross-attention")
         if key is None:
             if value is not None:
@@ -506,7 +508,6 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             raise ValueError(f"key has shape {shape(key)}, but must have the {query.shape[0]} rows of query")
         if value is not None and value.shape != key.shape:
             raise ValueError(f"value has shape {shape(value)}, but must be {shape(key)} like key")
-        self._check_no_rotary()
         masked = self._without_padding(key, masks, query)
         if masks.key_padding_mask is not None and value is not None:
             value = masked if value is key else without_padding(value, masks.key_padding_mask)

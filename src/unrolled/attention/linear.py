@@ -137,8 +137,9 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
             )
         self.feature_map = feature_map
         self.normalize = normalizer == "sum"
-        if not self.normalize:
+        if self.rotary or not self.normalize:  # the weights of a query do not add up to 1
             self.supports = self.supports.but(weights=False)
+        if not self.normalize:
             self.head_norm = HeadRMSNorm(n_heads, self.value_dim)
         if feature_map.positional:  # positions of two sequences cannot be compared
             self.supports = self.supports.but(positions=True, cross=False, single_queries=False)

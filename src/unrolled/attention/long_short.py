@@ -211,6 +211,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
     ):
         if window is None:
             self.supports = self.supports.but(causal=False, cross=True, recurrence="none")
+            self.one_way = "it must have a window to be causal"
         super().__init__(d_model, n_heads, **common)
         self.window, self.chunk = window, chunk
         self.rank = (1 if self.causal else 32) if rank is None else rank

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from unrolled.models.blocks import INIT_STD
 from unrolled.models.config import Positions, TransformerConfig
-from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask
+from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, may_read, observed
 from unrolled.ops.dense import Layer
 from unrolled.ops.positions import positions_from_cu_seqlens, positions_from_padding, sinusoidal
 from unrolled.ops.sequence import current
@@ -148,6 +148,7 @@ class PositionEmbedding(Layer):
 
 
 def _readable(x: Tensor) -> bool:
-    """Whether the values of `x` may be read: not while tracing, nor while a CUDA graph is captured."""
-    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    return x.numel() > 0 and not capturing and not torch.compiler.is_compiling()
+    """Whether the values of `x` may be read, on a GPU too, unless a CUDA graph is captured."""
+    if x.is_cuda:
+        return x.numel() > 0 and not torch.cuda.is_current_stream_capturing() and not observed()
+    return x.numel() > 0 and may_read(x)

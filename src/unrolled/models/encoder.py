@@ -20,6 +20,7 @@ from unrolled.ops.dense import Layer, Linear
 from unrolled.ops.dropout import Dropout
 from unrolled.ops.inputs import check_input
 from unrolled.ops.masks import zero_padding
+from unrolled.ops.precision import accumulation_dtype
 
 Output = Literal["classification", "tokens", "masked", "hidden"]
 HeadHidden = Literal["gelu", "gelu_tanh", "relu", "tanh"]
@@ -225,8 +226,9 @@ class Encoder(RecomputingModel):
             return y.mean(dim=1) if self.config.pooling == "mean" else y[:, 0]
         valid = ~key_padding_mask
         if self.config.pooling == "mean":
-            total = y.masked_fill(key_padding_mask.unsqueeze(-1), 0).sum(dim=1)
-            return total / valid.sum(dim=1, keepdim=True).clamp(min=1)
+            kept = y.masked_fill(key_padding_mask.unsqueeze(-1), 0)
+            total = kept.sum(dim=1, dtype=accumulation_dtype(y.dtype))
+            return (total / valid.sum(dim=1, keepdim=True).clamp(min=1)).to(y.dtype)
         first = y[torch.arange(y.shape[0], device=y.device), valid.int().argmax(dim=1)]
         return first.masked_fill(~valid.any(dim=1, keepdim=True), 0)
 

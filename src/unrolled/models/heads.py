@@ -12,6 +12,7 @@ from unrolled.models.checks import check_targets
 from unrolled.ops.checks import changed
 from unrolled.ops.cross_entropy import linear_cross_entropy
 from unrolled.ops.dense import Layer, Linear, linear
+from unrolled.ops.precision import without_autocast
 
 MANY_LEVELS = 1024
 """With at least this many levels, a loss is computed in pieces and never holds all logits.
@@ -165,7 +166,7 @@ class LogisticMixture(Head):
 
     def _mixture(self, hidden: Tensor) -> Tensor:
         """The parameters, in at least fp32: bf16 would round means by up to a quarter of a level of 256."""
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden.device):
             return linear(*map(at_least_fp32, (hidden, self.project.weight, self.project.bias)))
 
     def _log_prob(self, parameters: Tensor, level: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ w_i = softmax_i(beta k . m_i / (|k| |m_i|))        Graves et al. 2014 (arXiv 141
 import torch
 from torch import Tensor
 
-from unrolled.ops.precision import accumulation_dtype
+from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.softmax import softmax_or_zero
 
 EPSILON = 1e-8
@@ -38,7 +38,9 @@ def cosine_weights(
         memory = memory.masked_fill(key_padding_mask.unsqueeze(-1), 0)
     keys = (key.flatten(1, -2) if key.dim() > 2 else key.unsqueeze(1)).to(dtype)
     memory, beta = memory.to(dtype), beta.to(dtype).reshape(*keys.shape[:2], 1)
-    scores = keys @ memory.mT * _inverse_norm(memory, epsilon).mT * (beta * _inverse_norm(keys, epsilon))
+    with without_autocast(memory.device):
+        cosines = keys @ memory.mT * _inverse_norm(memory, epsilon).mT * _inverse_norm(keys, epsilon)
+    scores = beta * cosines
     if key_padding_mask is None:
         weights = scores.softmax(-1)
     else:

@@ -36,7 +36,7 @@ def as_now(module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
     shards of FSDP2 are not restored: it replaces them by whole weights in every pass.
     """
     tables: list[tuple[dict[str, Any], list[str]]] = []
-    for each in module.modules():
+    for each in _reachable(module):
         tables += [(held, list(held)) for held in (each._parameters, each._buffers)]
         tables.append((vars(each), ["training"]))
     now = [(table, name, table[name]) for table, names in tables for name in names]
@@ -57,6 +57,16 @@ def as_now(module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
                 table[name] = later
 
     return context
+
+
+def _reachable(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module, its sub-modules, and modules that they share with others without registering them."""
+    found, left = set[nn.Module](), [module]
+    while left:
+        if (each := left.pop()) not in found:
+            found.add(each)
+            yield each
+            left += [x for x in (*each.children(), *vars(each).values()) if isinstance(x, nn.Module)]
 
 
 class Replay:

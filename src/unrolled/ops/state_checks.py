@@ -82,10 +82,20 @@ def check_state(
     known: dict[tuple[str, torch.dtype, torch.dtype | None], Structure] = {}
     if not torch.compiler.is_compiling():  # while compiling, making the empty state costs nothing
         known = module.__dict__.setdefault("_state_structures", known)
-    if (key := (name, like.dtype, autocast_dtype(like.device))) not in known:
+    key = (name, like.dtype, autocast_dtype(like.device))
+    before = known.get(key)
+    if before is None or not _passes(state, before, rows, like.device):  # a part may have been replaced since
         made = module.init_state(0) if empty is None else empty()
         known[key] = _structure(name, made, module.growing if growing is None else growing, True)
-    _check(state, known[key], rows, like.device, name, {})
+        _check(state, known[key], rows, like.device, name, {})
+
+
+def _passes(state: object, expected: Structure, rows: int, device: torch.device) -> bool:
+    try:
+        _check(state, expected, rows, device, expected.name, {})
+    except ValueError:
+        return False
+    return True
 
 
 def _structure(name: str, state: tuple[object, ...], growing: Growing, own_letters: bool) -> Structure:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.contract import CAUSAL_RECURRENCE, UnsupportedError
-from unrolled.ops.checks import check_cu_seqlens, check_device, check_key_padding_mask, may_read
+from unrolled.ops.checks import changed, check_cu_seqlens, check_device, check_key_padding_mask, may_read
 from unrolled.ops.inputs import check_input
 from unrolled.ops.options import ChecksOptions, at_least
 from unrolled.ops.packing import pad_packed, valid_tokens_first
@@ -25,9 +25,10 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
     A cell derives from this class and defines `init_state` and `advance`, one step from projected inputs.
     `project` computes what depends on the inputs alone, for all tokens at once; by default it applies
     `input_proj`, a linear layer of the cell. A cell whose steps run faster together overrides `scan`. A cell
-    with a kernel from inputs to outputs overrides `fused`, which is tried first, though in `prefill` only if
-    no token is padding. States and steps are in fp32 (fp64 for fp64 weights) for any type of the input.
-    `torch.export` unrolls the loop over the steps, so an exported graph takes a single length.
+    with a kernel from inputs to outputs overrides `fused`, which is tried first if no token is padding and
+    `input_proj` is a plain linear layer without hooks. States and steps are in fp32 (fp64 for fp64 weights)
+    for any type of the input. `torch.export` unrolls the loop over the steps, so an exported graph takes a
+    single length.
 
     Args:
         input_size: width of the inputs.
@@ -145,7 +146,7 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
                 key_padding_mask = None
             else:
                 x = x.masked_fill(key_padding_mask.unsqueeze(-1), 0)
-        if key_padding_mask is None and (done := self.fused(x, state)) is not None:
+        if key_padding_mask is None and self._is_plain() and (done := self.fused(x, state)) is not None:
             return done
         inputs = self.project(x)
         with without_autocast(x.device):
@@ -168,6 +169,12 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
     def _zeros(self, batch_size: int) -> Tensor:
         """Return zeros `[B,hidden_size]` in the dtype of the state."""
         return self._weight.new_zeros(batch_size, self.hidden_size, dtype=self._state_dtype)
+
+    def _is_plain(self) -> bool:
+        """Whether `input_proj` is just its weight and bias, without a hook, and not replaced or compiled."""
+        if torch.compiler.is_compiling():
+            return False
+        return type(self.input_proj) is nn.Linear and not changed([self.input_proj])
 
     @property
     def _weight(self) -> Tensor:

@@ -234,11 +234,16 @@ def _slots(layout: Layout, position: Tensor) -> tuple[Tensor, Tensor]:
 def _store(layout: Layout, past: Tensor, x: Tensor, position: Tensor, following: Tensor) -> Tensor:
     """Add tokens `x [B,W,G,D]` at `position [B,W]`, -1 = padding, to the past.
 
-    `following [B]` is the position of the next token. The past grows by as many whole blocks as are needed.
+    `following [B]` is the position of the next token. The past grows by as many whole blocks as are needed,
+    or may be needed where the position cannot be read.
     """
     slot, later = _slots(layout, position)
-    _, per_block = _slot_sizes(layout)
-    n = past.shape[1] + -(-x.shape[1] // layout.stride) * per_block
+    first, per_block = _slot_sizes(layout)
+    if may_read(following):
+        blocks = -(-max(following.tolist(), default=0) // layout.stride)
+        n = max(past.shape[1], first + blocks * per_block)
+    else:  # at most
+        n = past.shape[1] + -(-x.shape[1] // layout.stride) * per_block
     if layout.kind == "fixed":
         current = position // layout.stride == (following // layout.stride).unsqueeze(1)
         slot, x = torch.cat([torch.where(current, slot, -1), later], 1), torch.cat([x, x], 1)
