@@ -53,6 +53,8 @@ def linearize(
         raise ImportError(f"{error.name} is missing: {how_to_install('hf')}") from error
 
     options = _options(option or [])
+    if feature_map is not None and "feature_map" in options:
+        raise ValueError("--feature-map and --option feature_map exclude each other: give one of them")
     if feature_map is not None or attention == "linear":
         options.setdefault("feature_map", feature_map or "hedgehog")
     recipe = Recipe(

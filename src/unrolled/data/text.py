@@ -108,13 +108,17 @@ class TextDataset(BaseDataset):
             raise ValueError(f"val_fraction is {self.val_fraction}, but must be left out with val_path")
         self.text_tokenizer: TextTokenizer | None = None
         self._ids: dict[Split, np.ndarray] = self._read()
-        units = "tokens" if self.level == "bpe" else self.level
         split, shortest = min(self._ids.items(), key=lambda part: len(part[1]))
         if len(shortest) <= self.length:
             part = self.val_path if split == "val" and self.val_path else f"the {split} part of {self.path}"
             raise ValueError(
-                f"length is {self.length}, but must be less than the {len(shortest)} {units} of {part}"
+                f"length is {self.length}, but must be less than the {len(shortest)} {self._unit} of {part}"
             )
+
+    @property
+    def _unit(self) -> str:
+        """What the text is made of, for messages."""
+        return "tokens" if self.level == "bpe" else self.level
 
     @property
     def vocabulary(self) -> Vocabulary:

@@ -362,8 +362,13 @@ def test_a_bert_decoder_has_states():
 def test_packed_sequences_are_refused(layers):
     model = hf.linearize(make("llama"), "linear", layers)
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
-    with pytest.raises(UnsupportedError, match="packed sequences"):
-        model(inputs("llama")["input_ids"][1:], position_ids=positions, use_cache=False)
+    ids = inputs("llama")["input_ids"][1:]
+    for use_cache in (False, True):
+        with pytest.raises(UnsupportedError, match="packed sequences"):
+            model(ids, position_ids=positions, use_cache=use_cache)
+    offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="got cu_seq_lens_q, but cannot keep packed sequences apart"):
+        model(ids, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)
 
 
 def test_a_cache_of_keys_and_values_is_refused():

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertLMHeadModel,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -245,6 +249,11 @@ def test_weights_in_16_bits_are_trained_in_32_and_saved_in_16(folder, teacher, t
         ("{folder} {out} --data nowhere.txt", "nowhere.txt: No such file"),
         ("{folder} {folder}", "is the model's own folder"),
         ("{out} {out}/new", "cannot be read as a causal language model"),
+        (
+            "{folder} {out} --feature-map elu --option feature_map=elu",
+            "--feature-map and --option feature_map exclude each other",
+        ),
+        ("{folder} {out} --lora 2 --finetune-steps 0", "lora is 2, but must be 0 without fine-tuning"),
     ],
 )
 def test_wrong_commands_are_refused(folder, tmp_path, words, sentence):
@@ -252,6 +261,56 @@ def test_wrong_commands_are_refused(folder, tmp_path, words, sentence):
     words = words.format(folder=folder, out=tmp_path).split()
     assert sentence in error("linearize", *words, "--data", folder / "text.txt", "--length", 32)
     assert (folder / "config.json").read_text() == before
+
+
+def test_models_that_do_not_fit_are_refused(folder, tmp_path):
+    sizes = {"vocab_size": 60, "num_hidden_layers": 1, "num_attention_heads": 2}
+    gpt2 = GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=16)
+    bert = BertConfig(**sizes, hidden_size=16, intermediate_size=16)
+    few = LlamaConfig(**sizes | {"vocab_size": 5}, hidden_size=16, intermediate_size=16)
+    made = {"gpt2": GPT2LMHeadModel(gpt2), "bert": BertForMaskedLM(bert), "few": LlamaForCausalLM(few)}
+    for name, model in made.items():
+        model.save_pretrained(tmp_path / name)
+        make_tokenizer().save_pretrained(tmp_path / name)
+    made["gpt2"].save_pretrained(tmp_path / "bare")
+    shutil.copytree(folder, tmp_path / "cut")
+    whole = (folder / "model.safetensors").read_bytes()
+    (tmp_path / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    for name, sentence in {
+        "gpt2": "length is 32, but must be at most 16, the number of positions of the model",
+        "bert": "reads in both directions, but must be a causal language model",
+        "few": "the tokenizer makes the id 30, but the model has 5 ids",
+        "bare": "the tokenizer makes no tokens of the text: the folder of the model may have none",
+        "cut": "cut cannot be read as a causal language model",
+    }.items():
+        words = [tmp_path / name, tmp_path / "out", "--data", folder / "text.txt"]
+        assert sentence in error("linearize", *words, "--length", 32)
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_refused_command_keeps_the_losses_of_the_model(folder, tmp_path):
+    command = [
+        "linearize",
+        folder,
+        tmp_path,
+        "--data",
+        folder / "text.txt",
+        "--length",
+        32,
+        "--batch-size",
+        4,
+    ]
+    works(*command, "--transfer-steps", 1, "--finetune-steps", 1)
+    before = (tmp_path / "linearize.json").read_text()
+    assert "--fresh" in error(*command, "--transfer-steps", 1, "--finetune-steps", 1, "--layers", 1)
+    assert (tmp_path / "linearize.json").read_text() == before
+
+
+def test_arguments_of_attention_may_be_given_by_position():
+    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    teacher = BertLMHeadModel(BertConfig(**sizes, intermediate_size=32, is_decoder=True))
+    ids = torch.arange(10).view(2, 5)
+    assert AttentionTransfer(linear(teacher), teacher).loss(ids, ids).isfinite()
 
 
 def test_fine_tuning_with_updates_keeps_the_embedding(teacher):

@@ -22,6 +22,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from unrolled.contract import UnsupportedError
 from unrolled.interop.hf import digest
+from unrolled.interop.hf._packing import refuse_restarts
 from unrolled.interop.hf.cache import StateCache, StateLayer
 from unrolled.interop.hf.families import FAMILIES, class_name, is_softmax_attention, parts_of
 from unrolled.interop.hf.hub import folder_of
@@ -257,6 +258,8 @@ def _start_with_states(
     if use_cache is None:
         use_cache = module.config.use_cache and not module.training
     if given is None and use_cache:
+        if kwargs.get("attention_mask") is None:  # with a cache, transformers does not look at positions
+            refuse_restarts("linearized attention", kwargs.get("position_ids"))
         given = state_cache(module)
     elif type(given) is DynamicCache and given.get_seq_length() == 0:
         kind: type = StateCache

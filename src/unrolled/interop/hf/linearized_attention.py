@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 from unrolled.attention import load
 from unrolled.attention.base import Masks, Projected
 from unrolled.contract import UnsupportedError
+from unrolled.interop.hf._packing import refuse_packing
 from unrolled.interop.hf.cache import StateLayer
 from unrolled.interop.hf.families import AttentionParts, copy_projections
 from unrolled.models.blocks import Attention
@@ -67,9 +68,11 @@ class LinearizedAttention(nn.Module):
 
         Raises:
             ValueError: the cache is of another kind.
-            UnsupportedError: the mask is not a padding mask, or the mechanism does not support padding.
+            UnsupportedError: the mask is not a padding mask, the mechanism does not support padding, or
+                sequences are packed.
         """
         refuse("a model of transformers, which counts positions itself,")
+        refuse_packing("linearized attention", further)
         x, mechanism = hidden_states, self.mechanism
         entry = None if past_key_values is None else self._entry(past_key_values)
         padding = padding_of(attention_mask, x.shape[1], causal=mechanism.causal)

@@ -7,13 +7,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from unrolled.contract import Dataset
 from unrolled.files import read_object, write_file
 from unrolled.folders import check_folder, writing_folder
 from unrolled.interop.hf import digest
-from unrolled.interop.hf.linearize import RECORD, linearize, new_parameters
+from unrolled.interop.hf.linearize import RECORD, linearize, linearized_layers, new_parameters
 from unrolled.interop.hf.text import TokenizedText
 from unrolled.interop.hf.transfer import LanguageModel, finetune, transfer
 from unrolled.ops.options import at_least
@@ -47,6 +49,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         at_least(0, "lora", self.lora)
+        if self.lora and self.finetune is None:
+            raise ValueError(f"lora is {self.lora}, but must be 0 without fine-tuning")
 
 
 def run(
@@ -84,18 +88,33 @@ def run(
         # In fp32, because small updates of 16-bit weights are rounded away.
         teacher = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ValueError(
             f"{path} cannot be read as a causal language model with a tokenizer: {error}"
         ) from error
     check_folder(out, f"this model of {path} linearized", lambda: _began_with(out, teacher), force=force)
     data = TokenizedText(files, tokenizer, length=length, val_fraction=val_fraction)
+    _check_sizes(teacher, data)
     model, losses = train_linearized(teacher, data, recipe, out, resume=resume)
     with writing_folder(out) as folder:
         model.to(_saved_dtype(config)).save_pretrained(folder)  # type: ignore[arg-type]
         digest.seal(folder)
         tokenizer.save_pretrained(folder)
     return losses
+
+
+def _check_sizes(model: PreTrainedModel, data: TokenizedText) -> None:
+    """Raise ValueError if a model has too few learned positions or ids for a text."""
+    tables = {name: x for name, x in model.named_modules() if isinstance(x, nn.Embedding)}
+    for name, table in tables.items():
+        if name.endswith(("wpe", "position_embeddings")) and data.length > table.num_embeddings:
+            raise ValueError(
+                f"length is {data.length}, but must be at most {table.num_embeddings}, the number of "
+                "positions of the model"
+            )
+    n_ids = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
+    if data.largest_id >= n_ids:
+        raise ValueError(f"the tokenizer makes the id {data.largest_id}, but the model has {n_ids} ids")
 
 
 def _saved_dtype(config: Mapping[str, object]) -> torch.dtype:
@@ -121,6 +140,11 @@ def train_linearized(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         model = linearize(copy.deepcopy(teacher), recipe.attention, recipe.layers, **recipe.options)
+    if not all(layer.mechanism.causal for layer in linearized_layers(model).values()):
+        raise ValueError(
+            f"the model is a {type(teacher).__name__} that reads in both directions, but must be a causal "
+            "language model"
+        )
     out.mkdir(parents=True, exist_ok=True)  # after `linearize`, which may refuse the model or the recipe
     known, evaluated = (read_object(out / name) if resume else {} for name in (LOSSES_FILE, EVALUATED_FILE))
     losses: dict[str, float] = {}
@@ -128,25 +152,31 @@ def train_linearized(
     texts = None if batch is None else fingerprint(batch.inputs, batch.targets)
 
     def note(name: str, model: PreTrainedModel) -> None:
-        """Evaluate a model, unless an earlier run has evaluated the same model, and write the losses."""
+        """Evaluate a model, unless an earlier run has evaluated the same model."""
         judged = LanguageModel(model)
         of = _plain([asdict(judged.config), texts, settings.eval_batches])
         same = name in known and evaluated.get(name) == of
         losses[name] = float(str(known[name])) if same else evaluate(judged, data, settings)
         evaluated[name] = of
+
+    def write(losses: Mapping[str, object]) -> None:
         for file, values in ((LOSSES_FILE, losses), (EVALUATED_FILE, evaluated)):
             write_file(out / file, json.dumps(values, indent=1) + "\n")
 
     note("before", teacher)
     note("right after", model)
+    # A stage may refuse to go on from an earlier run; until it has begun, the files of that run stay.
     if recipe.transfer is not None and new_parameters(model):
         result = transfer(model, teacher, data, recipe.transfer, out / "transfer", resume=resume)
+        write({**known, **losses})
         result.raise_if_interrupted()
         note("transfer", model)
     if recipe.finetune is not None:
         result = finetune(model, data, recipe.finetune, out / "finetune", lora=recipe.lora, resume=resume)
+        write({**known, **losses})
         result.raise_if_interrupted()
         note("finetune", model)
+    write(losses)
     return model.train(False), losses
 
 

@@ -22,6 +22,9 @@ class TokenizedText(TextDataset):
         length: tokens per window.
         val_fraction: the fraction at the end that is held out for validation.
 
+    Attributes:
+        largest_id: the largest id of the text.
+
     Raises:
         ValueError: a file is missing or not UTF-8, or a part is too short.
     """
@@ -66,7 +69,18 @@ class TokenizedText(TextDataset):
             except UnicodeDecodeError as error:
                 raise ValueError(f"{file} is not UTF-8 at byte {error.start}") from error
         self._found(len(self.tokenizer))
-        return self._parts([np.asarray(self._tokens("\n".join(texts)), dtype=np.int32)])
+        text = "\n".join(texts)
+        ids = np.asarray(self._tokens(text), dtype=np.int32)
+        if text and not len(ids):  # transformers makes an empty tokenizer where it finds no files
+            raise ValueError(
+                "the tokenizer makes no tokens of the text: the folder of the model may have none"
+            )
+        self.largest_id = int(ids.max(initial=0))
+        return self._parts([ids])
+
+    @property
+    def _unit(self) -> str:
+        return "tokens"
 
     def _tokens(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Self
 
@@ -107,8 +108,9 @@ class AttentionTransfer(_Trained):
             teacher(input_ids=inputs, use_cache=False)
         errors = []
         for (args, kwargs, target), (_, layer) in zip(calls, self.pairs, strict=True):
-            kwargs["attention_mask"] = None  # the mask was made for softmax; there is no padding
-            found = layer(*args, **kwargs)[0]
+            given = signature(layer.forward).bind(*args, **kwargs)
+            given.arguments["attention_mask"] = None  # the mask was made for softmax; there is no padding
+            found = layer(*given.args, **given.kwargs)[0]
             errors.append((found - target).square().mean() / target.square().mean())
         return torch.stack(errors).mean()
 

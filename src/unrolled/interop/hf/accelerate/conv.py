@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers.activations import ACT2FN
 
-from unrolled.interop.hf.accelerate.packing import refuse_packing
+from unrolled.interop.hf._packing import refuse_packing
 from unrolled.ops.conv import causal_conv
 
 

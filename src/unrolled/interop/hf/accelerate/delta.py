@@ -9,8 +9,8 @@ and compute in fp32 whatever the dtype of the inputs.
 import torch
 from torch import Tensor
 
+from unrolled.interop.hf._packing import refuse_packing
 from unrolled.interop.hf.accelerate.groups import by_group, from_groups
-from unrolled.interop.hf.accelerate.packing import refuse_packing
 from unrolled.ops.checks import inferring
 from unrolled.ops.delta import native, operator
 from unrolled.ops.delta.chunked import Inputs

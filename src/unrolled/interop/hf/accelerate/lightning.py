@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.nn.functional import sigmoid
 
-from unrolled.interop.hf.accelerate.packing import refuse_packing
+from unrolled.interop.hf._packing import refuse_packing
 from unrolled.ops.linear import LinearState, linear_attention
 from unrolled.ops.precision import accumulation_dtype
 

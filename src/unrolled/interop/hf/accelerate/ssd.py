@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from unrolled.interop.hf._packing import refuse_packing
 from unrolled.interop.hf.accelerate.groups import by_group, from_groups
-from unrolled.interop.hf.accelerate.packing import refuse_packing
 from unrolled.ops.linear import operator
 from unrolled.ops.linear.chunked import Inputs, Options
 
