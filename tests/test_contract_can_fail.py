@@ -92,6 +92,11 @@ class LongPrefillStartsAfresh(PlainLinear):
         return super().prefill(x, state, **masks)
 
 
+class ForgetsWithoutAutograd(PlainLinear):
+    def prefill(self, x, state, **masks):
+        return super().prefill(x, state if torch.is_grad_enabled() else self.init_state(len(x)), **masks)
+
+
 class LongPrefillDropsAGradient(PlainLinear):
     def project(self, query, key, value):
         q, k, v = super().project(query, key, value)
@@ -211,6 +216,23 @@ class InvertsAttnMask(PlainLinear):
     def forward(self, query, key=None, value=None, *, attn_mask=None, **masks):
         inverted = ~attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
         return super().forward(query, key, value, attn_mask=inverted, **masks)
+
+
+class OneMaskForAllHeads(PlainLinear):
+    def forward(self, query, key=None, value=None, *, attn_mask=None, **masks):
+        attn_mask = attn_mask[:, :1] if attn_mask is not None and attn_mask.dim() == 4 else attn_mask
+        return super().forward(query, key, value, attn_mask=attn_mask, **masks)
+
+
+class NoPaddingBesideAMask(PlainLinear):
+    def forward(self, query, key=None, value=None, *, attn_mask=None, key_padding_mask=None, **masks):
+        padding = key_padding_mask if attn_mask is None else None
+        return super().forward(query, key, value, attn_mask=attn_mask, key_padding_mask=padding, **masks)
+
+
+class NoMaskInCrossAttention(PlainLinear):
+    def forward(self, query, key=None, value=None, *, attn_mask=None, **masks):
+        return super().forward(query, key, value, attn_mask=attn_mask if key is None else None, **masks)
 
 
 class NothingIsNaN(PlainLinear):
@@ -440,6 +462,10 @@ DEFECTS = {
     PackingOffByOne: {"packing"},
     IgnoresValue: {"cross_attention"},
     AlignsTopLeft: {"cross_attention", "nothing_to_attend"},
+    ForgetsWithoutAutograd: {"forms_agree"},
+    OneMaskForAllHeads: {"attn_mask"},
+    NoPaddingBesideAMask: {"attn_mask"},
+    NoMaskInCrossAttention: {"attn_mask"},
     InvertsAttnMask: {"attn_mask", "nothing_to_attend"},
     NothingIsNaN: {"nothing_to_attend"},
     NothingHasNaNGradient: {"nothing_to_attend"},

@@ -174,7 +174,8 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
         """Whether `input_proj` is just its weight and bias, without a hook, and not replaced or compiled."""
         if torch.compiler.is_compiling():
             return False
-        return type(self.input_proj) is nn.Linear and not changed([self.input_proj])
+        layer = getattr(self, "input_proj", None)  # a cell may project in another way
+        return type(layer) is nn.Linear and not changed([layer])
 
     @property
     def _weight(self) -> Tensor:

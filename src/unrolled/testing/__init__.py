@@ -182,7 +182,8 @@ def check_mechanism(name_or_class: str | type[nn.Module], **options: Any) -> lis
 
     Args:
         name_or_class: a name in `unrolled.attention`, or any class that follows the contract.
-        options: passed to its constructor; `d_model` (16) and `n_heads` (4) may be given too.
+        options: passed to its constructor; `d_model` (16) and `n_heads` (4) may be given too. The checks read
+            up to 320 tokens, so a `max_length` must be at least 320.
 
     Returns:
         The names of the checks that ran; all of them passed.

@@ -271,7 +271,13 @@ def claimed_together(make: Maker, causal: bool) -> tuple[str, Any] | None:
 
 
 def _common_options(make: Maker) -> list[dict[str, Any]]:
-    return [{"n_kv_heads": make.n_heads // 2}, {"head_dim": 6, "value_dim": 10}, {"rotary": True}]
+    """List options that differ from those of the mechanism itself."""
+    options: list[dict[str, Any]] = [
+        {"n_kv_heads": make.n_heads // 2},
+        {"head_dim": 6, "value_dim": 10},
+        {"rotary": True},
+    ]
+    return [each for each in options if {**make.options, **each} != make.options]
 
 
 def _accepted(make: Maker, causal: bool, options: Mapping[str, Any]) -> Any:

@@ -95,7 +95,7 @@ def paddings() -> dict[str, Tensor]:
 
 
 def check_verbs_agree(make: AlignmentMaker) -> None:
-    """`forward` equals `recall` of all queries at once or in parts, gradients and padding included."""
+    """`forward` equals `recall` of all queries at once or in parts, with padding, gradients and without."""
     module = make()
     for where, mask in {"no": None, **paddings()}.items():
         query, memory = make.inputs()
@@ -108,6 +108,10 @@ def check_verbs_agree(make: AlignmentMaker) -> None:
             y, state = ask(module, query, module.read(memory, key_padding_mask=mask), plan)
             found = with_gradients(module, y, **inputs)
             assert_close(found, expected, f"{where} padding: queries in parts of {plan} against all at once")
+            with torch.no_grad():
+                y, _ = ask(module, query, module.read(memory, key_padding_mask=mask), plan)
+            what = f"{where} padding: queries in parts of {plan} without autograd"
+            assert_close(y, expected["output"], what)
             seen = state.position.tolist()
             require(seen == [T] * B, f"position after {T} queries is {seen}")
 

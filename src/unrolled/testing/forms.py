@@ -22,7 +22,7 @@ LONG = 133
 
 
 def check_forms_agree(make: Maker, supports: Supports) -> None:
-    """`forward` equals any mix of `prefill` and `step`, in outputs and all gradients."""
+    """`forward` equals any mix of `prefill` and `step`, in outputs and gradients, and without autograd."""
     mixed: Plan = [("step", 2), ("prefill", 3), ("step", 1), ("prefill", 1)]
     resumed: Plan = [("prefill", 64), ("prefill", LONG - 64)]
     common = [[("prefill", 7)], mixed, resumed]
@@ -48,6 +48,9 @@ def check_forms_agree(make: Maker, supports: Supports) -> None:
                     assert_close(module(x), expected[length]["output"], what)
             found = with_gradients(module, unroll(module, x, plan)[0], x=x)
             assert_close(found, expected[length], f"{variant}: {describe(plan)} against forward")
+            with torch.no_grad():
+                what = f"{variant}: {describe(plan)} without autograd against forward"
+                assert_close(unroll(module, x, plan)[0], expected[length]["output"], what)
 
 
 def check_gradients_through_state(make: Maker, supports: Supports) -> None:

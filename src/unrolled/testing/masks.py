@@ -52,7 +52,10 @@ def check_cross_attention(make: Maker, supports: Supports) -> None:
 
 
 def check_attn_mask(make: Maker, supports: Supports) -> None:
-    """`attn_mask` broadcasts to `[B, H, T, S]`, True = attend, and a masked pair has no effect at all."""
+    """`attn_mask` broadcasts to `[B, H, T, S]`, True = attend, and a masked pair has no effect at all.
+
+    This also holds with padding and in cross-attention, and every head follows its own mask.
+    """
     x = make.input(2, 6)
     lower = torch.ones(6, 6, dtype=torch.bool).tril()
     for causal, module in make.each_direction(supports):
@@ -72,11 +75,37 @@ def check_attn_mask(make: Maker, supports: Supports) -> None:
         assert_close(module(x, attn_mask=per_row), expected, f"{what} [B, 1, T, S]")
         per_head = per_row.expand(2, make.n_heads, 6, 6)
         assert_close(module(x, attn_mask=per_head), expected, f"{what} [B, H, T, S]")
+        for head in range(make.n_heads if make.n_heads > 1 else 0):
+            of_one = torch.ones(1, make.n_heads, 6, 6, dtype=torch.bool)
+            of_one[:, head] = lower
+            mixed = module(x, attn_mask=of_one)
+            as_one = any(torch.equal(mixed, y) for y in (everything, masked))
+            require(causal or not as_one, f"{what} of head {head}: all heads follow one mask")
+        if supports.padding:
+            padding = torch.zeros(2, 6, dtype=torch.bool)
+            padding[:, 2] = True
+            kept = ~padding[0]
+            found = module(x, attn_mask=lower, key_padding_mask=padding)[:, kept]
+            expected = module(x[:, kept], attn_mask=lower[kept][:, kept])
+            assert_close(found, expected, f"{what} with padding")
+        if supports.cross:
+            _check_cross_mask(make, module, f"{what} in cross-attention")
         try:
             added = module(x, attn_mask=torch.zeros(6, 6, dtype=x.dtype).masked_fill(~lower, -torch.inf))
         except ValueError:  # boolean masks only
             continue
         assert_close(added, masked, f"{what} of floating point, -inf at masked pairs")
+
+
+def _check_cross_mask(make: Maker, module: Any, what: str) -> None:
+    query, memory = make.input(2, 4), make.input(2, 7, seed=1)
+    allowed = torch.ones(4, 7, dtype=torch.bool).tril(1)  # query i reads keys up to i + 1
+    masked = module(query, memory, attn_mask=allowed)
+    for t in range(4):
+        other = memory.detach().clone()
+        other[:, t + 2 :] *= -LARGE
+        found = module(query, other, attn_mask=allowed)[:, : t + 1]
+        assert_identical(found, masked[:, : t + 1], f"{what}, masked keys change")
 
 
 def check_nothing_to_attend(make: Maker, supports: Supports) -> None:

@@ -40,7 +40,7 @@ def check_deterministic(make: Maker, supports: Supports) -> None:
 
 
 def check_global_randomness(make: Maker, supports: Supports) -> None:
-    """No method uses the global random generators of torch, numpy and Python."""
+    """No method uses the global random generators of torch, numpy and Python, in evaluation mode."""
     x = make.input(2, 9, grad=False)
     for causal, module in make.each_direction(supports):
         before = _generators()
