@@ -284,6 +284,10 @@ def test_what_cannot_be_done_is_said(tiny: Path, words: list[str], message: str)
     assert "--scale is for an experiment" in error("reproduce", "--scale", "quick")
 
 
+def test_force_is_for_copies(tiny: Path) -> None:
+    assert error("reproduce", tiny, "--out", tiny.parent, "--force") == "--force is for --copy"
+
+
 def test_drawn_data_need_no_folder(tiny: Path) -> None:
     assert "| wide |" in reproduce(tiny, "--scale", "quick", "--only", "wide", "--data-dir", tiny.parent)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 import torch
 from commands import error, everything, works
 from corpora import story, write_lines
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from unrolled import models
 from unrolled.cli import run_config
@@ -241,6 +244,29 @@ def test_wrong_arguments_are_one_sentence(tmp_path, arguments, message):
     assert message in error("tokenize", *arguments, "--out", tmp_path / "out")
 
 
+def test_a_pipe_is_refused_by_name(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    printed = error("tokenize", tmp_path / "pipe", "--out", tmp_path / "out")
+    assert printed.startswith(f"{tmp_path / 'pipe'} is a pipe or a device, but must be a file")
+
+
+def test_a_corpus_stays_if_another_cannot_be_made_in_its_place(tmp_path, corpus):
+    before = {file.name: file.read_bytes() for file in corpus.iterdir()}
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "bare.json").write_text(Tokenizer(WordLevel({"a": 0, "?": 1}, unk_token="?")).to_str())
+    command = [
+        "tokenize",
+        tmp_path / "a.txt",
+        "--tokenizer",
+        tmp_path / "bare.json",
+        "--out",
+        corpus,
+        "--force",
+    ]
+    assert "has no token that ends a document" in error(*command)
+    assert {file.name: file.read_bytes() for file in corpus.iterdir()} == before
+
+
 def test_a_folder_of_something_else_is_left_alone(tmp_path, corpus):
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "out").mkdir()
@@ -249,9 +275,8 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path, corpus):
     assert "is not empty, but must be empty or hold a corpus of unrolled tokenize" in error(*command)
     works(*command, "--force")
     assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
-    assert (
-        "out is a file" in error("tokenize", tmp_path / "a.txt", "--out", tmp_path / "out" / "mine.txt")
-        or True
+    assert "mine.txt is a file" in error(
+        "tokenize", tmp_path / "a.txt", "--out", tmp_path / "out" / "mine.txt"
     )
     assert "is not a folder of unrolled tokenize" in error(
         "train", "data.name=tokens", f"data.path={tmp_path}", f"run_dir={tmp_path / 'run'}"

@@ -118,6 +118,7 @@ def test_a_quick_run_of_everything(tmp_path, monkeypatch):
             ["step", "drawing", "--lengths", "8"],
             "--lengths is '8', but must be left out: no length is varied in step, drawing",
         ),
+        (["--list", "--only", "linear"], "--only is for measuring, but --list measures nothing"),
         (["step", "--device", "meta"], "--device is meta, but must be a device whose tensors hold values"),
         (["step", "--device", "nowhere"], "--device is nowhere, but must be a device of torch"),
     ],

@@ -56,6 +56,17 @@ def test_channels_are_averaged_and_other_rates_resampled(tmp_path):
     assert abs(faster[500:-500].astype(int) - left[500:-500]).max() < 80  # 1 % of its loudness
 
 
+@pytest.mark.parametrize(("name", "subtype"), [("x.ogg", "VORBIS"), ("x.opus", "OPUS")])
+def test_what_is_too_loud_is_clipped(tmp_path, name, subtype):
+    square = np.where(np.arange(16_000) // 40 % 2, 1.0, -1.0)  # the codecs go beyond it
+    soundfile.write(tmp_path / name, square, 16_000, format="OGG", subtype=subtype)
+    with soundfile.SoundFile(tmp_path / name) as file:
+        exact = file.read(dtype="float64")
+    assert abs(exact).max() > 1
+    found = read_sound(tmp_path / name, 16_000)
+    assert abs(found - np.clip(exact * 32768, -32768, 32767)).max() <= 1
+
+
 @pytest.mark.parametrize("subtype", ["FLOAT", "DOUBLE", "PCM_24"])
 def test_samples_of_other_types_are_rounded_to_16_bits(tmp_path, subtype):
     loud = np.array([0.25, -1.0, 1.0, 7.0, -7.0] * 100) / (8 if subtype == "PCM_24" else 1)

@@ -13,6 +13,7 @@ from corpora import story, tokenizing, write_corpus, write_lines
 from unrolled.data._corpus import writing
 from unrolled.data._corpus.index import Index
 from unrolled.data._corpus.reading import Corpus
+from unrolled.data._corpus.splitting import Splitting
 from unrolled.data._tokenizer import END, TextTokenizer
 from unrolled.folders import held
 
@@ -213,6 +214,15 @@ def test_the_sample_is_the_beginning_of_every_file(tmp_path):
         tokenizer = Corpus(out).tokenizer
         assert len(tokenizer.encode(" hello")) == len(tokenizer.encode(" world")) == 1
         assert (len(tokenizer.encode(" end")) == 1) == learned
+
+
+def test_no_more_is_learned_from_than_the_sample(tmp_path):
+    files = [tmp_path / f"{i}.txt" for i in range(4)]
+    for i, file in enumerate(files):
+        file.write_text("one two three " * 1_000 * (i + 1))
+    task = tokenizing(files, sample=10_000)
+    texts = list(task._texts_to_learn_from(Splitting.of(task.documents, task.val_fraction)))
+    assert 5_000 < sum(map(len, texts)) <= 10_000
 
 
 def test_bytes_are_a_tokenizer_without_merges(source, tmp_path):

@@ -92,7 +92,8 @@ def test_pages_of_other_origins_cannot_ask_unless_named() -> None:
     ("fields", "message"),
     [
         ({"host": "0.0.0.0"}, "host is 0.0.0.0, which other machines can reach, so keys are required"),
-        ({"rate": "often"}, "rate is 'often', but must be such as '600/minute'"),
+        ({"rate": "often"}, "rate is 'often', but must be one such as '600/minute'"),
+        ({"rate": "600/minute;10/second"}, "rate is '600/minute;10/second', but must be one such as"),
     ],
 )
 def test_settings_that_are_refused(fields: dict[str, str], message: str) -> None:
@@ -114,9 +115,10 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     path.write_text("\n")
     with pytest.raises(ValueError, match="holds no key"):
         read_keys(path)
-    path.write_text("é\n")
-    with pytest.raises(ValueError, match="printable ASCII"):
-        read_keys(path)
+    for content in ("é\n".encode(), "a key in another encoding".encode("utf-16")):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="keys holds a key that is not made of printable ASCII"):
+            read_keys(path)
 
 
 @pytest.mark.parametrize("address", ["/", "/page/index.html"])

@@ -105,6 +105,7 @@ def test_a_late_thread_does_not_abort_the_process() -> None:
 def test_no_password_is_shown() -> None:
     assert _without_password("rediss://user:s3cret@db:6379/0") == "rediss://db:6379/0"
     assert _without_password("redis://:a@c@db/0") == "redis://db/0"
+    assert _without_password("redis://db/0?password=s3cret") == "redis://db/0"
     assert _without_password("runs/a@b/states.sqlite") == "runs/a@b/states.sqlite"
     assert _without_password("s3://bucket/a@b") == "s3://bucket/a@b"
 
@@ -120,7 +121,7 @@ def test_no_password_is_shown() -> None:
         (["FOLDER", "--state-memory", "0"], "--state-memory is 0, but must be a size"),
         (["FOLDER", "--ttl", "long"], "--ttl is long, but must be a time such as 30d, 12h, 15m or 90s"),
         (["FOLDER", "--host", "0.0.0.0"], "host is 0.0.0.0, which other machines can reach, so keys"),
-        (["FOLDER", "--rate", "often"], "rate is 'often', but must be such as '600/minute'"),
+        (["FOLDER", "--rate", "often"], "rate is 'often', but must be one such as '600/minute'"),
         (["FOLDER", "--keys", "FOLDER/none"], "No such file"),
         (["FOLDER", "--states", "ftp://a"], "not ftp://"),
         (["FOLDER/none"], "none"),

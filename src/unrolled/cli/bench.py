@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from unrolled.cli._options import Force
+from unrolled.cli._options import Force, refuse
 from unrolled.cli._output import can_plot, check_report, write_files
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def bench(
     sizes = None if lengths is None else parse_lengths(lengths)
     settings = Settings(str(where), threads, 0.0 if quick else seconds, sizes, quick, words)
     if list_cases:
+        refuse({"--only": only, "--lengths": lengths}, "measuring, but --list measures nothing")
         for case in chosen:
             typer.echo(f"{case.name:24} {case.about}")
         return

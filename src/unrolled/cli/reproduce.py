@@ -63,7 +63,7 @@ def reproduce(
 
     of_runs = {"--scale": scale, "--only": only, "--table": table or None, "--shipped": shipped or None}
     if name is None:
-        refuse(of_runs | {"--copy": copy}, "an experiment")
+        refuse(of_runs | {"--copy": copy, "--force": force or None}, "an experiment")
         _list(out)
         return
     experiment = _experiments.load(name)
@@ -71,6 +71,7 @@ def reproduce(
         refuse(of_runs, "training, but --copy trains nothing")
         _copy(name, copy, force)
         return
+    refuse({"--force": force or None}, "--copy")
     if table:
         refuse({"--only": only}, "training, but --table trains nothing")
     if shipped and scale not in (None, "full"):

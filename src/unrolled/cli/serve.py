@@ -198,8 +198,9 @@ def _address(url: str | None, folder: Path | None) -> str:
 
 
 def _without_password(url: str) -> str:
-    """Return an address as it may be shown: without a user and a password."""
-    return re.sub(r"^(\w+://)[^/]*@", r"\1", url)
+    """Return an address as it may be shown: without a user, a password and further parameters."""
+    shown = re.sub(r"^(\w+://)[^/]*@", r"\1", url)
+    return shown.partition("?")[0] if "://" in url else shown
 
 
 def _bytes(option: str, text: str) -> "ByteSize":

@@ -175,5 +175,7 @@ def _check_files(files: list[Path], others: list[Path]) -> None:
             raise ValueError(f"{file} is a folder, but must be a file")
         if not file.exists():
             raise ValueError(f"{file} is missing")
+        if not file.is_file():
+            raise ValueError(f"{file} is a pipe or a device, but must be a file, which is read several times")
     if len({file.resolve() for file in files}) < len(files):
         raise ValueError("a file is named twice, but must be named once")

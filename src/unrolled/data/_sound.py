@@ -57,7 +57,8 @@ def read_sound(source: str | Path | bytes, rate: int) -> Samples:
     try:
         with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else str(source)) as file:
             found = file.samplerate
-            if file.subtype in ("FLOAT", "DOUBLE"):  # libsndfile would cut off their fractions
+            # As int16, libsndfile would cut off fractions, and wrap what is too loud in an Ogg file.
+            if file.subtype in ("FLOAT", "DOUBLE", "VORBIS", "OPUS"):
                 samples = _of_floats(file.read(dtype="float64", always_2d=True))
             else:
                 samples = file.read(dtype="int16", always_2d=True)

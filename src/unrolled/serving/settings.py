@@ -53,12 +53,12 @@ class Settings:
                     f"origin is {self.origin!r}, but must be such as 'https://example.org', without a path"
                 )
         if self.rate is not None:
-            from limits import parse
+            from limits import parse_many
 
             try:
-                parse(self.rate)
+                (_,) = parse_many(self.rate)
             except ValueError as error:
-                raise ValueError(f"rate is {self.rate!r}, but must be such as '600/minute'") from error
+                raise ValueError(f"rate is {self.rate!r}, but must be one such as '600/minute'") from error
 
     @property
     def loopback(self) -> bool:
@@ -73,7 +73,8 @@ def read_keys(path: Path) -> tuple[str, ...]:
         ValueError: there is no key, or a key is not printable ASCII.
         OSError: the file cannot be read.
     """
-    keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    text = path.read_text(encoding="utf-8", errors="replace")
+    keys = tuple(line.strip() for line in text.splitlines() if line.strip())
     if not keys:
         raise ValueError(f"{path} holds no key, but must hold one per line")
     if not all(key.isascii() and key.isprintable() for key in keys):

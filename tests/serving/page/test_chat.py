@@ -105,6 +105,11 @@ def test_a_conversation_goes_on_from_the_state_of_a_file(person, stub, tmp_path)
     says(person, "Why?")
     wait_for(person.browser, lambda _: person["lost"].is_displayed())
     assert "Open the file again" in person["lost-text"].text
+    said = turns(person)
+    stub.keep(digest, text)
+    person["file"].send_keys(str(path))
+    person.waits_for_text("status", "is open")
+    assert turns(person) == said
     assert person["message"].get_property("value") == "Why?"
 
 

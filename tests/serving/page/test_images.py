@@ -85,6 +85,15 @@ def test_a_run_takes_no_focus_and_other_tabs_do_not_disturb_it(person, stub):
     assert person.browser.switch_to.active_element == person["draw"]  # that button is gone
 
 
+def test_a_drawing_stays_while_another_model_is_used(person, stub):
+    person.opens("digits")
+    person["clear"].click()
+    for model in ("book", "digits"):
+        Select(person["model"]).select_by_value(model)
+    person.presses("draw")
+    assert not any(stub.bodies(IMAGES)[0]["pixels"])
+
+
 def test_images_of_another_model_are_taken_away(person):
     person.opens("digits")
     person.presses("draw")

@@ -126,6 +126,25 @@ def test_a_long_name_of_a_file_fits_a_phone(person, stub, tmp_path):
     assert across == [360, 360]
 
 
+def test_what_was_typed_stays_when_the_file_is_opened_again(person, stub, tmp_path):
+    person.opens()
+    digest = MODELS["book"]["digest"]
+    path = tmp_path / "one.safetensors"
+    path.write_bytes(state_file(stub.keep(digest, "One"), digest, "One"))
+    person["file"].send_keys(str(path))
+    person.waits_for_text("status", "is open")
+    stub.states.clear()
+    person.expected = ["404"]
+    person["text"].send_keys(" long paragraph")
+    person.presses()
+    wait_for(person.browser, lambda _: person["lost"].is_displayed())
+    stub.keep(digest, "One")
+    person["file"].send_keys(str(path))
+    person.waits_for_text("status", "is open")
+    assert not person["lost"].is_displayed()
+    assert person["text"].get_property("value").endswith(" long paragraph")
+
+
 def test_a_download_of_a_forgotten_state_says_so(person, stub):
     person.opens()
     text = person.writes("One evening")

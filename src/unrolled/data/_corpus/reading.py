@@ -66,7 +66,8 @@ class Ids:
             _, name = self._files[number]
             if count := self._shards[number].starts:
                 starts = self._map(name, "uint32", count)
-                begin, end = np.searchsorted(starts, [first, last])
+                # Numbers of another type would make numpy convert the whole file.
+                begin, end = np.searchsorted(starts, np.array([first, last], starts.dtype))
                 found.append(starts[begin:end].astype(np.int64) + int(self._ends[number]) - start)
         return np.concatenate(found)
 

@@ -103,7 +103,6 @@ class Tokenizing:
             settings = self.settings
             index = self._begun(folder, settings, start_over)
             if index is None:
-                remove_parts(folder, 0)
                 index = self._begin(folder, settings, splitting)
             kept = 0
             while kept < len(index.parts) and is_intact(folder, kept, index.parts[kept]):
@@ -139,9 +138,10 @@ class Tokenizing:
         return index if same else None
 
     def _begin(self, folder: Path, settings: dict[str, Any], splitting: Splitting) -> Index:
-        """Write the tokenizer and an index without parts."""
+        """Write the tokenizer and an index without parts, in place of an earlier corpus."""
+        tokenizer = self._tokenizer(splitting)  # which may fail, or take minutes: the earlier corpus stays
         (folder / FILE_NAME).unlink(missing_ok=True)
-        tokenizer = self._tokenizer(splitting)
+        remove_parts(folder, 0)
         write_file(folder / TOKENIZER_FILE, tokenizer.to_json())
         settings = settings | {"tokenizer_sha256": file_digest(folder / TOKENIZER_FILE)}
         assert tokenizer.end is not None
@@ -168,9 +168,12 @@ class Tokenizing:
 
     def _texts_to_learn_from(self, splitting: Splitting) -> Iterator[str]:
         sizes = [file.stat().st_size for file in self.documents.files]
-        most = [max(1, self.sample * size // max(1, sum(sizes))) for size in sizes]
-        pieces = splitting.split(self.documents.pieces(most=most))
-        return (piece.text for split, piece in pieces if split == "train")
+        left = [max(1, self.sample * size // max(1, sum(sizes))) for size in sizes]
+        for split, piece in splitting.split(self.documents.pieces(most=list(left))):
+            number, *_ = piece.place
+            if split == "train":
+                yield piece.text[: left[number]]
+            left[number] -= min(left[number], len(piece.text))
 
     def _write_parts(
         self,

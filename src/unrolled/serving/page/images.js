@@ -11,7 +11,7 @@ const $ = (id) => document.getElementById(id);
 
 export class Images {
   constructor({ fail, clear }) {
-    Object.assign(this, { fail, clear, stop: null, made: [] });
+    Object.assign(this, { fail, clear, stop: null, made: [], drawings: new Map() });
     this.pad = new Pad($("pad"), { changed: () => this.changed(), say: (text) => ($("pad-said").textContent = text) });
     for (const digit of Object.keys(EXAMPLES)) {
       const button = Object.assign(document.createElement("button"), { type: "button", textContent: digit });
@@ -46,10 +46,13 @@ export class Images {
   }
 
   use(model) {
+    if (this.model) this.drawings.set(this.model.digest, { ink: this.pad.ink, rows: this.pad.rows });
     this.model = model;
     const [height, width, channels] = model.shape;
     this.pad.resize(height, width, channels);
-    this.pad.example(5);
+    const kept = this.drawings.get(model.digest);
+    if (kept) Object.assign(this.pad, kept).paint();
+    else this.pad.example(5);
     this.made = []; // those of another model have other sizes and levels
     $("made").replaceChildren();
     $("no-made").hidden = false;

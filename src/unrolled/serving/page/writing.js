@@ -317,7 +317,11 @@ export class Writing {
     const state = await this.wait(`Opening ${file.name}.`, (signal) => upload(file, this.model, signal));
     if (!state) return;
     const known = Array.from(this.tree.pieces.values()).find((piece) => piece.state === state.id);
-    if (known) {
+    if (known && this.tree.path().includes(known)) {
+      known.lost = false;
+      this.keep();
+      this.refresh(); // what is typed stays, and so does the place in a conversation
+    } else if (known) {
       known.lost = false;
       this.choose(known.id);
     } else {
