@@ -235,6 +235,7 @@ def test_a_translation_is_at_most_fifty_tokens_longer_than_its_source():
     assert [len(row) for row in translate(Copies(), [[1], [1, 2, 3]])] == [51, 53]
     assert [len(row) for row in translate(Copies(), [[1], [1, 2, 3]], max_new_tokens=2)] == [2, 2]
     assert [len(row) for row in translate(Copies(), [[1]], max_new_tokens=0)] == [0]
+    assert [len(row) for row in translate(Copies(), [[1], [1, 2, 3]], min_new_tokens=52)] == [52, 53]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +254,6 @@ def test_a_translation_is_at_most_fifty_tokens_longer_than_its_source():
             {"min_new_tokens": 4, "max_new_tokens": 3},
             "min_new_tokens is 4, but must be at most max_new_tokens = 3",
         ),
-        ({"min_new_tokens": 52}, "min_new_tokens is 52, but must be at most max_new_tokens = 51"),
         ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size is -1, but must be a whole number of at"),
         ({"no_repeat_ngram_size": None}, "no_repeat_ngram_size is None, but must be a whole number"),
         ({"early_stopping": "always"}, "early_stopping is 'always', but must be True, False or 'never'"),
@@ -265,7 +265,8 @@ def test_a_translation_is_at_most_fifty_tokens_longer_than_its_source():
         ({"stop": "0"}, "stop is '0', but must be an id, or ids or sequences of them"),
         ({"stop": 1.5}, "stop is 1.5, but must be a token id, or a list of ids"),
         *(({"sources": [], name: -1}, name) for name in ("beam_size", "max_new_tokens", "early_stopping")),
-        ({"batch_size": 0}, "batch_size is 0, but must be at least 1"),
+        ({"batch_size": 2.5}, "batch_size is 2.5, but must be an integer of at least 1"),
+        ({"batch_size": 0}, "batch_size is 0, but must be an integer of at least 1"),
         ({"sources": [[1], []]}, r"sources\[1\] is empty, but must have at least one token"),
         ({"sources": [[0.5]]}, r"sources\[0\] is torch.float32 of shape \[1\], but must be whole numbers"),
     ],

@@ -259,6 +259,17 @@ def test_documents_are_saved_with_the_model_and_belong_to_it(tmp_path):
         models.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "plan.safetensors", "a,b.json", "a/b.json", ""]
+)
+def test_a_document_cannot_take_the_place_of_the_model(name, tmp_path):
+    model = small_decoder()
+    model.documents[name] = 1
+    with pytest.raises(ValueError, match=re.escape(f"documents has the name {name}")):
+        model.save(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
 def test_a_config_that_json_cannot_say_is_refused_before_anything_is_written(tmp_path):
     model = small_decoder(attention_options={"linear": {"feature_map": make_feature_map("relu", 4)}})
     with pytest.raises(ValueError, match=r"the config holds a .*, which is not JSON-serialisable"):

@@ -6,6 +6,7 @@ from typing import Any, Protocol, Unpack
 import torch
 from torch import Tensor, nn
 
+from unrolled.fields import Size, check_value
 from unrolled.generation.beam import BeamOptions, Hypothesis, Steps, beam_search
 from unrolled.models.mode import drawing_mode
 from unrolled.ops.checks import on_cpu, wrong
@@ -73,8 +74,7 @@ def n_best(
     Raises:
         ValueError: a source is empty or not a sequence of ids, or as `beam_search`.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}, but must be at least 1")
+    check_value("batch_size", batch_size, Size)
     given = [_source(index, source) for index, source in enumerate(sources)]
     nothing = torch.empty(0, model.config.vocab_size)  # an empty search checks the options
     most: int | Sequence[int] = [] if max_new_tokens is None else max_new_tokens
@@ -84,7 +84,8 @@ def n_best(
     for first in range(0, len(order), batch_size):
         chosen = order[first : first + batch_size]
         lengths = [len(given[index]) for index in chosen]
-        limits = [_longest(model, n) if max_new_tokens is None else max_new_tokens for n in lengths]
+        least = options.get("min_new_tokens", 0)
+        limits = [_longest(model, n, least) if max_new_tokens is None else max_new_tokens for n in lengths]
         with drawing_mode(model):
             logits, state = _begin(model, [given[index] for index in chosen])
         hypotheses = beam_search(model, logits, state, max_new_tokens=limits, **options)
@@ -92,9 +93,9 @@ def n_best(
     return [found[index] for index in range(len(given))]
 
 
-def _longest(model: Translates, source: int) -> int:
+def _longest(model: Translates, source: int, least: int) -> int:
     """Return the maximum length of a translation; its last token is not read, but the start symbol is."""
-    most, positions = source + MORE_THAN_SOURCE, getattr(model.config, "n_positions", None)
+    most, positions = max(source + MORE_THAN_SOURCE, least), getattr(model.config, "n_positions", None)
     return most if positions is None else min(most, positions)
 
 

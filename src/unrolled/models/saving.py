@@ -49,8 +49,11 @@ class SavedModel(nn.Module):
         The weights file holds a SHA-256 of itself, the config and the documents, which `load` checks.
 
         Raises:
-            ValueError: the config holds an object that is not JSON-serialisable, or the folder holds a plan.
+            ValueError: the config holds an object that is not JSON-serialisable, a document has the name of a
+                file of the model, or the folder holds a plan.
         """
+        if CONFIG_FILE in self.documents:
+            raise ValueError(f"documents has the name {CONFIG_FILE}, but must have names of other files")
         config = {"model": self.model_name, **asdict(self.config)}
         save_folder(path, WEIGHTS_FILE, {CONFIG_FILE: config, **self.documents}, self.state_dict())
 
@@ -115,10 +118,16 @@ def save_folder(
         tensors, metadata, aligned: as for `save_tensors`.
 
     Raises:
-        ValueError: the config holds an object that is not JSON-serialisable, or the folder already
-            holds weights of the other kind: of a model if `file_name` is for a plan, or the reverse.
+        ValueError: the config holds an object that is not JSON-serialisable; a document has a name that it
+            cannot have; or the folder already holds weights of the other kind: of a model if `file_name` is
+            for a plan, or the reverse.
     """
     texts = {name: json.dumps(x, indent=2, default=_refuse) + "\n" for name, x in documents.items()}
+    for name in documents:
+        if name in ("", WEIGHTS_FILE, PLAN_FILE) or "," in name or name != Path(name).name:
+            raise ValueError(
+                f"documents has the name {name}, but must have names of other files, without commas"
+            )
     folder = Path(path)
     for other in {WEIGHTS_FILE, PLAN_FILE} - {file_name}:
         if (folder / other).exists():
