@@ -124,6 +124,7 @@ def test_a_saved_run_is_complete_without_the_recipe(settings: list[str]) -> None
         (["model.recipe=[a]"], r"model.recipe is \['a'\], but must be one of"),
         (["model.recipe=best-lm", "model.name=recurrent_lm"], "must be 'classic' for the model recurrent_lm"),
         (["model.recipe=best-lm", "model.n_layers=x"], "n_layers is 'x'"),
+        (["model.layer_options={window: 5}"], "layer_options is {'window': 5}"),
         (["model.recipe=best-lm", "model.attention=[{}]"], "attention is"),
     ],
 )

@@ -116,10 +116,10 @@ def apply(
 
 def _without(model: Mapping[str, Any], by_layer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recipe of a model without the options of mechanisms that a run sets layer by layer."""
-    options = {
-        mechanism: {key: value for key, value in its.items() if key not in (by_layer.get(mechanism) or {})}
-        for mechanism, its in model["attention_options"].items()
-    }
+    options = deepcopy(model["attention_options"])
+    for mechanism, its in by_layer.items():
+        for key in its if isinstance(its, dict) else ():
+            options.get(mechanism, {}).pop(key, None)
     return {**model, "attention_options": options}
 
 
