@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import error, works
+from planned import rounds_inputs_to_bf16
 from torch import nn
 
 from unrolled import data, models
@@ -19,7 +20,7 @@ from unrolled.cli.run_config import read_saved, resolve
 from unrolled.contract import IGNORED
 from unrolled.data import Batch
 from unrolled.decode.packing import rounded
-from unrolled.ops import native, processor
+from unrolled.ops import native
 
 MODEL = ["model.d_model=16", "model.n_layers=1", "model.n_heads=2"]
 TRAIN = ["train.steps=2", "train.batch_size=8", "train.eval_every=2", "train.eval_batches=1"]
@@ -82,9 +83,7 @@ def test_weights_are_rounded_first(runs: Path, tmp_path: Path) -> None:
             matrix.weight.data = rounded(matrix.weight, "bf16")
     model.save(folder)
     works(*arguments)
-    # A processor that multiplies pairs of bf16 numbers rounds the inputs of the products too.
-    exact = processor.has_matrix_unit() or not processor.multiplies_bf16(torch.device("cpu"))
-    tolerance = 1e-5 if exact else 2e-3
+    tolerance = 2e-3 if rounds_inputs_to_bf16() else 1e-5
     assert losses["bf16"] == pytest.approx(json.loads(file.read_text())["loss"], abs=tolerance)
     assert 2e-5 < abs(losses["bf16"] - losses["fp32"]) < abs(losses["int4"] - losses["fp32"])
     assert abs(losses["int8"] - losses["fp32"]) < 0.02

@@ -18,7 +18,7 @@ from unrolled.decode import plan
 from unrolled.decode.packing import PACKINGS, TILE, rounded
 from unrolled.decode.program import MOST_POSITIONS
 from unrolled.generation import generate
-from unrolled.models import Encoder, EncoderConfig
+from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
 from unrolled.models.blocks import FeedForward
 from unrolled.ops import native
 from unrolled.ops.state import leaves
@@ -471,3 +471,9 @@ def test_it_goes_back_to_a_state_after_more_was_read_in_place(name, position):
     again = p.back(mark)
     assert int(state.position) == 60
     assert all(torch.equal(x, y) for x, y in zip(again, before, strict=True))
+
+
+def test_very_wide_matrices_have_16_bits():
+    config = DecoderConfig(vocab_size=5, d_model=8, n_layers=1, n_heads=2, d_ff=65_568)
+    weights = {x.weights for x in plan(Decoder(config), "int8")._program.packed.values() if x.inputs > 65_536}
+    assert weights == {"bf16"}

@@ -81,6 +81,12 @@ def test_views_and_tensors_of_three_axes():
     for view in views:
         assert view.is_neg() or not view.is_contiguous()
         assert torch.equal(run(view, weight, gate), expected)
+    assert torch.equal(run(x, torch._neg_view(-weight), gate), expected)
+    leaf, grad = x.clone().requires_grad_(), torch.randn_like(expected)
+    found, others = (
+        torch.autograd.grad(run(leaf, weight, gate), leaf, each) for each in (grad, torch._neg_view(-grad))
+    )
+    assert torch.equal(*found, *others)
     assert torch.equal(run(x[0], weight, gate[0]), expected[0])
     torch.testing.assert_close(run(x[0, 0], weight, gate[0, 0]), expected[0, 0])
 

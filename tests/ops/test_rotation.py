@@ -103,6 +103,9 @@ def test_transforms_and_views_of_negated_memory():
     negated = torch.complex(x, x).conj().imag
     assert negated.is_neg()
     assert torch.equal(rotated(negated, angles), rotated(-x, angles))
+    cos, sin = angles.cos(), torch._neg_view(-angles.sin())
+    assert sin.is_neg()
+    assert torch.equal(rotate_pairs(x, cos, sin), rotate_pairs(x, cos, angles.sin()))
 
 
 def test_positions_that_a_batch_shares_give_what_each_row_alone_gives():

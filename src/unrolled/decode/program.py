@@ -25,6 +25,7 @@ _ZERO = (
 )
 
 
+MOST_INPUTS = 65_536  # of a matrix in 8 or 4 bits: larger sums of products may not fit 32 bits
 SMALL_WEIGHTS: Weights = "int8"  # the form with the fewest bits if outputs fill no tile, as for gates
 KEY_BLOCK = 16  # tokens whose keys lie together
 MOST_POSITIONS = 1 << 48  # of any model; so far below 2^63 that no sum of lengths overflows
@@ -302,6 +303,8 @@ class Builder:
         form = self.weights
         if outputs < TILE:
             least = SMALL_WEIGHTS
+        if inputs > MOST_INPUTS and least != "fp32":
+            least = "bf16"
         if least is not None and list(PACKINGS).index(form) > list(PACKINGS).index(least):
             form = least
         if self.given is None:

@@ -121,7 +121,7 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Compute the gradients of `x`, `weight` and `gate`."""
     problem, _kept = _problem(x, weight, gate, options)
-    grad, d_x = grad.contiguous(), x.new_empty(x.shape)
+    grad, d_x = grad.resolve_neg().contiguous(), x.new_empty(x.shape)
     d_weight = None if weight is None else native.floats(*weight.shape)
     d_gate = None if gate is None else gate.new_empty(gate.shape)
     gradients = struct("HeadScaleGradients")(
@@ -135,7 +135,7 @@ def _problem(
     x: Tensor, weight: Tensor | None, gate: Tensor | None, options: Options
 ) -> tuple[bytes, tuple[Tensor | None, ...]]:
     """Fill the struct, and return the tensors that it points to, which must stay alive during the call."""
-    x, weight = _of_four_axes(x), None if weight is None else weight.float().contiguous()
+    x, weight = _of_four_axes(x), None if weight is None else weight.resolve_neg().float().contiguous()
     gate = None if gate is None else _of_four_axes(gate)
     rows, tokens, heads, width = x.shape
     no_gate: View = (0, 0, 0, 0)

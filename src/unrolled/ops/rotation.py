@@ -78,7 +78,7 @@ class _Rotated(torch.autograd.Function):
 
 def _kernel(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     (B, T, H, D), P = x.shape, cos.shape[-1]
-    x, cos, sin = readable(x.resolve_neg()), cos.contiguous(), sin.contiguous()
+    x, cos, sin = readable(x.resolve_neg()), cos.resolve_neg().contiguous(), sin.resolve_neg().contiguous()
     y = x.new_empty(x.shape)
     problem = struct("Rotary")(
         rows=B,
