@@ -121,6 +121,7 @@ def test_no_password_is_shown() -> None:
         (["FOLDER", "--state-memory", "0"], "--state-memory is 0, but must be a size"),
         (["FOLDER", "--ttl", "long"], "--ttl is long, but must be a time such as 30d, 12h, 15m or 90s"),
         (["FOLDER", "--host", "0.0.0.0"], "host is 0.0.0.0, which other machines can reach, so keys"),
+        (["FOLDER", "--states", ""], "--states is empty, but must be an address"),
         (["FOLDER", "--rate", "often"], "rate is 'often', but must be one such as '600/minute'"),
         (["FOLDER", "--keys", "FOLDER/none"], "No such file"),
         (["FOLDER", "--states", "ftp://a"], "not ftp://"),

@@ -102,6 +102,8 @@ def serve(
     size = _bytes("--memory", memory)
     most = None if state_bytes is None else _bytes("--state-bytes", state_bytes)
     at_hand = _bytes("--state-memory", state_memory)
+    if states == "":
+        raise ValueError("--states is empty, but must be an address, such as states.sqlite")
     url = _address(states, None if demo else sources[0])
     if replicas > 1 and url == MEMORY:
         raise ValueError(

@@ -43,7 +43,7 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     folders: Annotated[list[Path], Field(min_length=1)]
-    states: str
+    states: Annotated[str, Field(min_length=1)]
     name: str | None = None
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000

@@ -160,11 +160,13 @@ def train_linearized(
         evaluated[name] = of
 
     def write(losses: Mapping[str, object]) -> None:
-        for file, values in ((LOSSES_FILE, losses), (EVALUATED_FILE, evaluated)):
+        for file, values in ((EVALUATED_FILE, evaluated), (LOSSES_FILE, losses)):  # the first names the model
             write_file(out / file, json.dumps(values, indent=1) + "\n")
 
     note("before", teacher)
     note("right after", model)
+    if not known:
+        write(losses)
     # A stage may refuse to go on from an earlier run; until it has begun, the files of that run stay.
     if recipe.transfer is not None and new_parameters(model):
         result = transfer(model, teacher, data, recipe.transfer, out / "transfer", resume=resume)
