@@ -6,6 +6,23 @@ from browser import wait_for
 from serving.page.stub import MODELS, Handler, state_file, tokens
 
 
+def opens_state(person, stub, path):
+    """Open a state of the model "book" from a file, which is written to `path`."""
+    digest = MODELS["book"]["digest"]
+    path.write_bytes(state_file(stub.keep(digest, "One"), digest, "One"))
+    person["file"].send_keys(str(path))
+    person.waits_for_text("status", "is open")
+    return path
+
+
+def goes_on_without_it(person, stub, text):
+    """Type something and let the model go on, after the server has lost the state."""
+    stub.states.clear()
+    person.expected = ["404"]
+    person["text"].send_keys(text)
+    person.presses()
+
+
 def test_a_state_is_downloaded_and_opened_elsewhere(person, stub):
     person.opens()
     text = person.writes("One evening")
@@ -111,16 +128,8 @@ def test_a_download_that_breaks_off_says_so(person, monkeypatch):
 def test_a_long_name_of_a_file_fits_a_phone(person, stub, tmp_path):
     person.resize(360, 740)
     person.opens()
-    digest = MODELS["book"]["digest"]
-    key = stub.keep(digest, "One")
-    path = tmp_path / f"{'book_of_the_sea_' * 8}.safetensors"
-    path.write_bytes(state_file(key, digest, "One"))
-    person["file"].send_keys(str(path))
-    person.waits_for_text("status", "is open")
-    stub.states.clear()
-    person.expected = ["404"]
-    person["text"].send_keys(" the sea")
-    person.presses()
+    path = opens_state(person, stub, tmp_path / f"{'book_of_the_sea_' * 8}.safetensors")
+    goes_on_without_it(person, stub, " the sea")
     assert path.name in person["lost-text"].text
     across = person.browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
     assert across == [360, 360]
@@ -128,19 +137,10 @@ def test_a_long_name_of_a_file_fits_a_phone(person, stub, tmp_path):
 
 def test_what_was_typed_stays_when_the_file_is_opened_again(person, stub, tmp_path):
     person.opens()
-    digest = MODELS["book"]["digest"]
-    path = tmp_path / "one.safetensors"
-    path.write_bytes(state_file(stub.keep(digest, "One"), digest, "One"))
-    person["file"].send_keys(str(path))
-    person.waits_for_text("status", "is open")
-    stub.states.clear()
-    person.expected = ["404"]
-    person["text"].send_keys(" long paragraph")
-    person.presses()
+    path = opens_state(person, stub, tmp_path / "one.safetensors")
+    goes_on_without_it(person, stub, " long paragraph")
     wait_for(person.browser, lambda _: person["lost"].is_displayed())
-    stub.keep(digest, "One")
-    person["file"].send_keys(str(path))
-    person.waits_for_text("status", "is open")
+    opens_state(person, stub, path)
     assert not person["lost"].is_displayed()
     assert person["text"].get_property("value").endswith(" long paragraph")
 

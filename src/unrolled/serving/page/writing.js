@@ -317,13 +317,12 @@ export class Writing {
     const state = await this.wait(`Opening ${file.name}.`, (signal) => upload(file, this.model, signal));
     if (!state) return;
     const known = Array.from(this.tree.pieces.values()).find((piece) => piece.state === state.id);
-    if (known && this.tree.path().includes(known)) {
+    if (known) {
       known.lost = false;
-      this.keep();
-      this.refresh(); // what is typed stays, and so does the place in a conversation
-    } else if (known) {
-      known.lost = false;
-      this.choose(known.id);
+      if (this.tree.path().includes(known)) {
+        this.keep();
+        this.refresh(); // what is typed stays, and so does the place in a conversation
+      } else this.choose(known.id);
     } else {
       this.tree.add({ parent: null, file: file.name, state: state.id, length: state.length, tokens: state.length });
       this.choose(this.tree.current);
