@@ -112,10 +112,10 @@ def test_without_writing_the_state_only_decays(channels):
 
 def test_equal_gates_of_all_channels_are_one_gate():
     q, k, v, beta, log_decay, state = x = rule_inputs(T=70)
-    by_channel = log_decay.unsqueeze(-1).expand_as(k)
+    by_feature = log_decay.unsqueeze(-1).expand_as(k)
     one, every = (
         with_gradients(delta_rule(q, k, v, beta, log_decay=gates, state=state), x)
-        for gates in (log_decay, by_channel)
+        for gates in (log_decay, by_feature)
     )
     torch.testing.assert_close(every, one, rtol=1e-10, atol=1e-10)
 

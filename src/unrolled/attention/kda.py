@@ -7,7 +7,7 @@ r"""Kimi Delta Attention (KDA): the delta rule, with a decay of its own for ever
 In two steps: the rows of the state decay, S <- diag(a_t) S; then S <- S + b_t k_t (v_t - S^T k_t)^T moves
 the value that k_t retrieves towards v_t. Queries, keys and values come from a short convolution with silu
 (`conv`, 4 taps by default); queries and keys are then divided by their lengths. A is learned per head, c per
-channel; W_1 and W_3 project to `gate_rank` numbers. norm_h is an RMS norm of each head, in place of a
+feature; W_1 and W_3 project to `gate_rank` numbers. norm_h is an RMS norm of each head, in place of a
 denominator. With `bias=False` it is the layer of Kimi-Linear.
 
 Kimi Team 2025, "Kimi Linear: An Expressive, Efficient Attention Architecture", arXiv 2510.26692: eq. 1 (the

@@ -17,8 +17,8 @@ def problem(length: int, settings: Settings, *, gradients: bool) -> Problem:
     inputs = random_inputs(length, settings)
     rule = [normalize(inputs.q, dim=-1), normalize(inputs.k - 1, dim=-1), inputs.v]
     rates = inputs.v[..., 0].sigmoid()
-    by_channel, by_head = random_gates(inputs)
-    kinds = {"channel": [*rule, rates, by_channel], "head": [*rule, rates, by_head]}
+    by_feature, by_head = random_gates(inputs)
+    kinds = {"channel": [*rule, rates, by_feature], "head": [*rule, rates, by_head]}
     run = partial(ours, grad_o=inputs.grad_o, gradients=gradients)
     contenders = [
         run(f"{backend}, a gate per {kind}", backend, _output, x, kind)

@@ -4,7 +4,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +108,7 @@ def _fits(experiment: Experiment, trial: Trial, figures: Figures) -> bool:
 def _values(experiment: Experiment, trial: Trial, folder: Path, data_dir: Path | None) -> dict[str, Any]:
     """Return the settings of a run, including its folder and, if it reads files, the data folder."""
     values = experiment.values(trial) | {"run_dir": str(folder / trial.folder)}
-    kind: Any = data.dataset_type(values["data"]["name"])
-    reads_files = any(field.name == "data_dir" for field in fields(kind))
-    if data_dir is not None and reads_files:
+    if data_dir is not None and "data_dir" in data.options_of(values["data"]["name"]):
         values["data"] = values["data"] | {"data_dir": str(data_dir)}
     return values
 

@@ -12,7 +12,7 @@ A resolved run writes all settings, defaults included, to `run_dir/run.yaml`, wh
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -241,7 +241,7 @@ def check(values: Mapping[str, Any], device: "torch.device | None" = None) -> Se
     if recipe not in valid:
         wanted = f"one of {', '.join(valid)}" if len(valid) > 1 else "'classic'"
         raise ValueError(f"model.recipe is {recipe!r}, but must be {wanted} for the model {kind.model_name}")
-    data_options = [x.name for x in fields(cast(Any, dataset_type))]
+    data_options = data.options_of(name)
     _check_keys("data.", sections["data"], ["name", *data_options])
     sections = recipes.apply(recipe, sections, data_options, choose(None) if device is None else device)
     _check_keys("train.", sections["train"], list(field_types(TrainConfig)))
@@ -299,25 +299,21 @@ def _check_fit(
     for attribute, expected in model.needs.items():
         if (found := getattr(dataset, attribute)) != expected:
             raise ValueError(f"data.{attribute} is {found}, but must be {expected} for this {model_name}")
-    needed = {key: fact for key, fact in facts.items() if fact}
-    length = needed.pop("max_length", None)
-    if length is not None and model.n_positions is not None and model.n_positions < length:
+    length = facts.get("max_length")
+    if length and model.n_positions is not None and model.n_positions < length:
         raise ValueError(
             f"the model has {model.n_positions} positions, but must have at least {length} for the data set "
             f"{dataset.name}: raise model.max_length or model.axial_shape"
         )
     exact = ["start_token"] if dataset.vocabulary.may_have_more_ids else ["start_token", "vocab_size"]
-    for key in [key for key in exact if key in facts]:
-        if (given := vars(model)[key]) != facts[key]:
-            raise ValueError(
-                f"model.{key} is {given}, but must be {facts[key]} for the data set {dataset.name}"
-            )
-    for key, least in needed.items():
-        given = vars(model)[key]
-        if given is None or given < least:
-            raise ValueError(
-                f"model.{key} is {given}, but must be at least {least} for the data set {dataset.name}"
-            )
+    for key, fact in facts.items():
+        given, must_be = vars(model)[key], f"{fact}"
+        fits = given == fact
+        if key not in exact:
+            fits = not fact or key == "max_length" or (given is not None and given >= fact)
+            must_be = f"at least {fact}"
+        if not fits:
+            raise ValueError(f"model.{key} is {given}, but must be {must_be} for the data set {dataset.name}")
 
 
 def read_text(path: Path) -> str:
@@ -376,7 +372,7 @@ def _check_keys(prefix: str, given: Iterable[str], valid: Sequence[str]) -> None
 
 def _with_section(key: str) -> list[str]:
     """Return the settings of this name with their sections, such as `train.steps`."""
-    of_data = {x.name for name in data.names() for x in fields(cast(Any, data.dataset_type(name)))}
+    of_data = {option for name in data.names() for option in data.options_of(name)}
     of_models = {"recipe"}.union(*(field_types(kind.config_type) for kind in KINDS.values()))
     sections = {"train": field_types(TrainConfig), "data": of_data, "model": of_models}
     return [f"{section}.{key}" for section, names in sections.items() if key in names]

@@ -43,6 +43,7 @@ __all__ = [
     "is_corpus",
     "load",
     "names",
+    "options_of",
 ]
 
 
@@ -64,6 +65,15 @@ def dataset_type(name: str) -> type[BaseDataset]:
     return cast(type[BaseDataset], found)
 
 
+def options_of(name: str) -> list[str]:
+    """Return the names of the options of a data set.
+
+    Raises:
+        ValueError: there is no data set of this name.
+    """
+    return [field.name for field in fields(cast(Any, dataset_type(name)))]
+
+
 def load(name: str, **options: Any) -> BaseDataset:
     """Make a data set by name: `load("text", path="book.txt", length=256)`.
 
@@ -71,11 +81,10 @@ def load(name: str, **options: Any) -> BaseDataset:
         ValueError: the name or an option is unknown, or an option is impossible, or a file is missing or
             corrupt.
     """
-    kind = dataset_type(name)
-    valid = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    valid = options_of(name)
     for option in options:
         if option not in valid:
             raise ValueError(
                 f"{option!r} is not an option of data set {name}, which takes {', '.join(valid) or 'none'}"
             )
-    return kind(**options)
+    return dataset_type(name)(**options)

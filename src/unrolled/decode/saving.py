@@ -66,9 +66,9 @@ def tensors(program: "Program") -> dict[str, Tensor]:
 
 def save(plan: "Plan", path: str | Path) -> None:
     """Write a plan into the folder `path`; see `Plan.save`."""
-    documents = {CONFIG_FILE: {"model": Decoder.model_name, **asdict(plan.config)}, **plan.documents}
+    config = {"model": Decoder.model_name, **asdict(plan.config)}
     metadata = {"weights": plan.weights, "layout": LAYOUT, "version": VERSION}
-    save_folder(path, PLAN_FILE, documents, plan.tensors(), metadata, aligned=True)
+    save_folder(path, PLAN_FILE, config, plan.documents, plan.tensors(), metadata, aligned=True)
 
 
 def read(path: str | Path) -> Saved:

@@ -52,10 +52,8 @@ class SavedModel(nn.Module):
             ValueError: the config holds an object that is not JSON-serialisable, a document has the name of a
                 file of the model, or the folder holds a plan.
         """
-        if CONFIG_FILE in self.documents:
-            raise ValueError(f"documents has the name {CONFIG_FILE}, but must have names of other files")
         config = {"model": self.model_name, **asdict(self.config)}
-        save_folder(path, WEIGHTS_FILE, {CONFIG_FILE: config, **self.documents}, self.state_dict())
+        save_folder(path, WEIGHTS_FILE, config, self.documents, self.state_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -103,6 +101,7 @@ class RecomputingModel(SavedModel):
 def save_folder(
     path: str | Path,
     file_name: str,
+    config: Mapping[str, object],
     documents: Mapping[str, object],
     tensors: Mapping[str, torch.Tensor],
     metadata: Mapping[str, str] | None = None,
@@ -114,7 +113,8 @@ def save_folder(
     Args:
         path: the folder, created if needed.
         file_name: name of the file for the tensors.
-        documents: the config, under the name `CONFIG_FILE`, then what else belongs to the tensors.
+        config: what the file `CONFIG_FILE` holds.
+        documents: what else belongs to the tensors, by the names of its files.
         tensors, metadata, aligned: as for `save_tensors`.
 
     Raises:
@@ -122,9 +122,10 @@ def save_folder(
             cannot have; or the folder already holds weights of the other kind: of a model if `file_name` is
             for a plan, or the reverse.
     """
-    texts = {name: json.dumps(x, indent=2, default=_refuse) + "\n" for name, x in documents.items()}
+    written = {CONFIG_FILE: config, **documents}
+    texts = {name: json.dumps(x, indent=2, default=_refuse) + "\n" for name, x in written.items()}
     for name in documents:
-        if name in ("", WEIGHTS_FILE, PLAN_FILE) or "," in name or name != Path(name).name:
+        if name in ("", CONFIG_FILE, WEIGHTS_FILE, PLAN_FILE) or "," in name or name != Path(name).name:
             raise ValueError(
                 f"documents has the name {name}, but must have names of other files, without commas"
             )

@@ -46,7 +46,7 @@ class Generation:
     def finish(self) -> None:
         """Convert the states that the plan has put into caches to those of the model."""
         for layer in self.written:
-            layer.state = layer.state
+            layer.state = layer.state  # reading it converts it
 
 
 def _drops(model: Decoder) -> bool:

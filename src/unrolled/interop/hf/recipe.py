@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
@@ -18,6 +17,7 @@ from unrolled.interop.hf import digest
 from unrolled.interop.hf.linearize import RECORD, linearize, linearized_layers, new_parameters
 from unrolled.interop.hf.text import TokenizedText
 from unrolled.interop.hf.transfer import LanguageModel, finetune, transfer
+from unrolled.interop.hf.weights import UNREADABLE
 from unrolled.ops.options import at_least
 from unrolled.training import TrainConfig
 from unrolled.training.checkpoint import fingerprint
@@ -88,7 +88,7 @@ def run(
         # In fp32, because small updates of 16-bit weights are rounded away.
         teacher = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except UNREADABLE as error:
         raise ValueError(
             f"{path} cannot be read as a causal language model with a tokenizer: {error}"
         ) from error

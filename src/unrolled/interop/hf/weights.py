@@ -15,6 +15,9 @@ from unrolled.interop.hf.families import class_name
 from unrolled.models import Decoder, Encoder, PerceiverIO
 
 Loaded = TypeVar("Loaded")
+UNREADABLE = (OSError, ValueError, RuntimeError, SafetensorError)
+"""What transformers raises for a model that it cannot read."""
+
 FAMILIES: dict[str, Callable[..., Decoder | Encoder | PerceiverIO]] = {
     "bert": bert.from_bert,
     "roberta": bert.from_roberta,
@@ -103,6 +106,6 @@ def _load(source: str | Path) -> object:
 def _attempt(source: str | Path, read: Callable[[], Loaded]) -> Loaded:
     try:
         return read()
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except UNREADABLE as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"{source} cannot be read as a model of transformers: {reason}") from error

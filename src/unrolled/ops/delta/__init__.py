@@ -64,7 +64,7 @@ def delta_rule(
         v: values `[B,T,G,M]`.
         beta: rates `[B,T,G]`, from 0 (write nothing) to 2; 1 replaces what a unit key held.
         log_decay: natural logarithm of the gates a, at most 0. `[B,T,G]`, or `[B,T,G,D]` for a gate of every
-            channel of the keys. Minus infinity clears the state, or the state's row of that channel.
+            feature of the keys. Minus infinity clears the state, or the state's row of that feature.
         key_padding_mask: `[B,T]`, True = padding: such a token leaves the state unchanged.
         cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1).
         state: S `[B,G,D,M]` before the first token, N rows with `cu_seqlens`; zeros by default.
@@ -179,8 +179,8 @@ def _check_rule(
     check_device("beta", beta, k, "k is")
     if log_decay is not None:
         axes = "B, G" if k.dim() == 3 else "B, T, G"
-        by_channel = isinstance(log_decay, Tensor) and log_decay.dim() == k.dim()
-        check_log_decay(log_decay, k, f"[{axes}, D]" if by_channel else f"[{axes}]")
+        by_feature = isinstance(log_decay, Tensor) and log_decay.dim() == k.dim()
+        check_log_decay(log_decay, k, f"[{axes}, D]" if by_feature else f"[{axes}]")
     if not may_read(k) or k.numel() == 0:
         return
     longest = torch.linalg.vector_norm(k.detach(), dim=-1, dtype=dtype).max().item()

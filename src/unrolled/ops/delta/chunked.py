@@ -7,7 +7,7 @@ and S the state before the chunk, the C corrections of a chunk solve a triangula
     N = U - W S        O = diag(e^L) Q S + (Q K^T * D) N        S' = e^(L_C) S + (diag(e^(L_C - L)) K)^T N
 
 With a gate for every feature of the keys, L [C,D] holds a sum for each feature. The products over the
-channels c are computed as in gated linear attention (`ops.gla.chunked`), so that no exponent is positive:
+features c are computed as in gated linear attention (`ops.gla.chunked`), so that no exponent is positive:
 
     (K K^T * D)_ij = sum_c k_ic k_jc exp(L_ic - L_jc)        e^L * K and e^(L_C - L) * K, elementwise
 
@@ -36,11 +36,11 @@ class Inputs(NamedTuple):
     k: Tensor  # [B,T,G,D]
     v: Tensor  # [B,T,G,M]
     beta: Tensor  # [B,T,G]
-    log_decay: Tensor | None  # [B,T,G], or [B,T,G,D] for a gate of every channel
+    log_decay: Tensor | None  # [B,T,G], or [B,T,G,D] for a gate of every feature
     state: Tensor  # [B,G,D,M], in the accumulation dtype
 
     @property
-    def by_channel(self) -> bool:
+    def by_feature(self) -> bool:
         """Whether every feature of the keys has a gate."""
         return self.log_decay is not None and self.log_decay.dim() == 4
 
@@ -50,7 +50,7 @@ class Chunks(NamedTuple):
 
     key_products: Tensor  # K K^T * D [X,n,1,C,C]; only the part below the diagonal is read
     query_products: Tensor  # tril(Q K^T * D) [X,n,P,C,C]
-    from_start: Tensor  # e^L [X,n,1,C,D]; here and below, 1 in place of D if all channels share a gate
+    from_start: Tensor  # e^L [X,n,1,C,D]; here and below, 1 in place of D if all features share a gate
     to_end: Tensor  # e^(L_C - L)
     through: Tensor  # e^(L_C) [X,n,1,D,1]
 
@@ -67,8 +67,8 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
             x = _no_gates(qs, ks)
         else:
             gates = log_decay.clamp(min=LOWEST_GATE).to(exact)
-            gates = split_chunks(gates if inputs.by_channel else gates.unsqueeze(-1), n, C, G)
-            x = (_gates_by_channel if inputs.by_channel else _gates_by_head)(qs, ks, gates)
+            gates = split_chunks(gates if inputs.by_feature else gates.unsqueeze(-1), n, C, G)
+            x = (_gates_by_feature if inputs.by_feature else _gates_by_head)(qs, ks, gates)
         # The solver takes the diagonal as 1 and does not read above it. With similar keys and rates near 2,
         # the solution alternates in sign and would lose digits in fp32 that the token-by-token form keeps.
         right_side = rates * torch.cat([vs.to(exact), x.from_start * ks.to(exact)], dim=-1)
@@ -91,7 +91,7 @@ def _chunk_sizes(inputs: Inputs) -> tuple[int, int]:
     """Number of chunks, and number of tokens in each."""
     T = inputs.q.shape[1]
     longest = 32 if max(inputs.state.shape[2:]) <= 64 else 64  # longer chunks read a wide state less often
-    if inputs.by_channel:
+    if inputs.by_feature:
         return gla.chunk_sizes(T, longest)
     n = max(1, math.ceil(T / longest))
     return n, max(1, math.ceil(T / n))
@@ -103,7 +103,7 @@ def _no_gates(q: Tensor, k: Tensor) -> Chunks:
 
 
 def _gates_by_head(q: Tensor, k: Tensor, log_decay: Tensor) -> Chunks:
-    """Compute the chunks for gates `[X,n,1,C,1]`, one for all channels."""
+    """Compute the chunks for gates `[X,n,1,C,1]`, one for all features."""
     L, keys = log_decay.squeeze(-1).cumsum(-1), k.to(log_decay.dtype)
     lower = torch.ones(L.shape[-1], L.shape[-1], dtype=torch.bool, device=L.device).tril()
     within = decay_between(L, L, lower, k.dtype)
@@ -111,7 +111,7 @@ def _gates_by_head(q: Tensor, k: Tensor, log_decay: Tensor) -> Chunks:
     return Chunks(keys @ keys.mT * within, q @ k.mT * within, *decays)
 
 
-def _gates_by_channel(q: Tensor, k: Tensor, log_decay: Tensor) -> Chunks:
+def _gates_by_feature(q: Tensor, k: Tensor, log_decay: Tensor) -> Chunks:
     """Compute the chunks for gates `[X,n,1,C,D]`, by the products of `gla.chunked`."""
     decay, keys = log_decay.exp(), k.to(log_decay.dtype)
     key_products, _, _ = gla.products(keys, keys, gla.cuts_of(decay))

@@ -26,7 +26,7 @@ def forward(
     With a `unit_epsilon` above 0, queries and keys x are first divided by sqrt(|x|^2 + unit_epsilon), and the
     queries are multiplied by `query_scale`, both in fp32. Neither is possible with a gate for every feature.
     """
-    if inputs.by_channel:
+    if inputs.by_feature:
         return gla.forward(_gated(inputs), cu_seqlens, inputs.beta)
     problem, _kept = _described(inputs, cu_seqlens, unit_epsilon, query_scale)
     o = inputs.v.new_empty(*inputs.q.shape[:3], inputs.v.shape[3])
@@ -38,7 +38,7 @@ def forward(
 
 def backward(grad_o: Tensor, grad_state: Tensor, inputs: Inputs, cu_seqlens: Tensor | None) -> list[Tensor]:
     """Compute the gradients of the inputs; that of absent gates is empty."""
-    if inputs.by_channel:
+    if inputs.by_feature:
         found = gla.backward(grad_o, grad_state, _gated(inputs), cu_seqlens, inputs.beta)
         d_q, d_k, d_v, d_log_decay, d_state, d_rates = found
         return [d_q, d_k, d_v, d_rates.to(inputs.beta.dtype), d_log_decay, d_state]

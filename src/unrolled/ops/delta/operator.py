@@ -35,8 +35,8 @@ def delta_rule_step(
 
 
 def _chosen(inputs: Inputs) -> ModuleType:
-    # Triton has no kernels for a gate of every channel.
-    backends = {name: x for name, x in BACKENDS.items() if name != "triton" or not inputs.by_channel}
+    # Triton has no kernels for a gate of every feature.
+    backends = {name: x for name, x in BACKENDS.items() if name != "triton" or not inputs.by_feature}
     return choose(backends, None, inputs.q, inputs.q, inputs.v)
 
 

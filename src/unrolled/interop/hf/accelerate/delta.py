@@ -94,7 +94,7 @@ def recurrent_delta_rule(
 def _fits_kernel(inputs: Inputs) -> bool:
     """Whether the kernel that also normalises can run: on a CPU, without gradients, with a gate per head."""
     q, k, v, *_ = inputs
-    fits = q.dtype == k.dtype == v.dtype and not inputs.by_channel
+    fits = q.dtype == k.dtype == v.dtype and not inputs.by_feature
     return fits and inferring(*inputs) and prefers("native") and native.supports(q, v)
 
 
