@@ -145,14 +145,15 @@ struct WindowGradients {
     void *d_q, *d_k, *d_v;     // results, contiguous; rows of d_k and d_v that no query reads are not written
 };
 
-// Causal convolution of every channel with its own taps: y_t = sum_l weight_l * x_(t-l). The inputs before
-// the first token are those of the state. `offsets` as in `Linear`.
+// Causal convolution of every channel with its own taps: y_t = f(bias + sum_l weight_l * x_(t-l)), where f is
+// silu or the identity. The inputs before the first token are those of the state. `offsets` as in `Linear`.
 struct Conv {
     int64_t sequences, tokens, channels, taps;
-    int32_t type, threads;
+    int32_t type, activation, threads;  // activation: f is silu, else the identity
     const int32_t* offsets;
     Tensor x;             // [batch, tokens, channels], without an axis of heads
     const float* weight;  // [taps, channels], the current token's first
+    const float* bias;    // [channels], or null
     const float* state;   // [sequences, taps - 1, channels], the latest input last
 };
 
@@ -165,8 +166,8 @@ struct ConvGradients {
     Tensor y;  // gradient of the output
     const float* state;
     void* d_x;
-    float* d_weight;
-    float* d_state;  // gradient of the initial state
+    float *d_weight, *d_bias;  // the latter may be null
+    float* d_state;            // gradient of the initial state
 };
 
 // Rotary positions: turns each of the first pairs (x_2i, x_2i+1) of a head by its token's i-th angle, given

@@ -1,24 +1,27 @@
-// Causal depthwise convolution, forward and backward. It is bound by memory: whole rows of channels are
-// streamed, and the rows that a token shares with its neighbours are kept as floats in a ring.
+// Causal depthwise convolution, with a bias and silu, forward and backward. A task takes a segment of a
+// sequence, in blocks of tokens and channels whose rows stay in the first-level cache as floats.
 //
-// For each segment of a sequence, forward:
-// 1. Read the inputs before the segment, from the state where the sequence begins.
-// 2. For each token: read its row, y_t = sum_l weight_l * x_(t-l), and write it.
+// Forward, for each block:
+// 1. Read its inputs and those before it, which are in the state where the sequence begins.
+// 2. y_t = f(z_t), where z_t = bias + sum_l weight_l * x_(t-l).
 // 3. Write the last inputs of the sequence as its state.
-// Backward, for each input, those of the state included:
-// 4. dx_t = sum_l weight_l * dy_(t+l), and what the gradient of the final state adds.
-// 5. dweight_l += dy_(t+l) * x_t, summed in single precision over a few tokens only.
+// Backward, for each block, with the inputs of the state before the first token:
+// 4. dz_t = dy_t f'(z_t), where z_t is computed anew.
+// 5. dx_t = sum_l weight_l * dz_(t+l), and what the gradient of the final state adds.
+// 6. dweight_l += dz_(t+l) * x_t and dbias += dz_t, summed in single precision over one block only.
 #include <algorithm>
 
+#include "functions.h"
 #include "kernels.h"
 #include "rows.h"
 
 namespace UNROLLED_ISA {
 namespace {
 
-constexpr Int SEGMENT = 512;  // tokens of a task
-constexpr Int SUMMED = 64;    // tokens that are summed in single precision
-constexpr Int SUMS = 64;      // sums of the weights' gradients
+constexpr Int SEGMENT = 512;   // tokens of a task
+constexpr Int TOKENS = 32;     // tokens of a block
+constexpr Int CHANNELS = 128;  // channels of a block
+constexpr Int SUMS = 64;       // sums of the gradients of weight and bias
 
 // The tokens [from, to) of a sequence of `length` that begins at token `first` of the batch's row.
 struct Segment {
@@ -56,109 +59,172 @@ class Segments {
     Int count_ = 0;
 };
 
-const float* state_row(const Conv& x, const float* state, const Segment& s, Int token) {
-    return state + ((s.index + 1) * (x.taps - 1) + token) * x.channels;
-}
+// Some channels of a segment.
+struct Block {
+    const Conv& x;
+    const Segment& s;
+    Int channel, channels;
 
-// Input `token` of a sequence, which is one of the state if negative.
-void read_input(const Conv& x, const Segment& s, Int token, float* to) {
-    if (token < 0) read_row(FLOAT32, state_row(x, x.state, s, token), x.channels, to);
-    else read_row(x.type, address(x.x, x.type, s.batch, s.first + token, 0), x.channels, to);
-}
+    Int past() const { return x.taps - 1; }
 
-// The rows of the latest tokens, by their number.
-class Ring {
-  public:
-    Ring(Int taps, Int channels, Workspace& memory)
-        : taps_(taps), rows_(memory.rows(taps, round_up(channels))) {}
-    float* operator[](Int token) const { return row(rows_, (token + taps_) % taps_); }
+    // Row `token` < 0 of the state of this sequence in `state`.
+    const float* state_row(const float* state, Int token) const {
+        return state + ((s.index + 1) * past() + token) * x.channels + channel;
+    }
+    const char* at(const Tensor& tensor, Int token) const {
+        return address(tensor, x.type, s.batch, s.first + token, 0) + channel * size_of(x.type);
+    }
+    // In a contiguous tensor.
+    char* at(void* tensor, Int token) const {
+        const Int row = s.batch * x.tokens + s.first + token;
+        return (char*)tensor + (row * x.channels + channel) * size_of(x.type);
+    }
 
-  private:
-    Int taps_;
-    Rows rows_;
+    // Reads the inputs [from, to); zeros before the state and after the sequence.
+    void read_inputs(Int from, Int to, float* rows) const {
+        for (Int t = from; t < to; ++t, rows += CHANNELS) {
+            if (t < -past() || t >= s.length) std::memset(rows, 0, CHANNELS * 4);
+            else if (t < 0) read_row(FLOAT32, state_row(x.state, t), channels, rows);
+            else read_row(x.type, at(x.x, t), channels, rows);
+        }
+    }
 };
 
-// The taps as rows of whole vectors.
-Rows read_weight(const Conv& x, Workspace& memory) {
-    const Rows weight = memory.rows(x.taps, round_up(x.channels));
-    for (Int l = 0; l < x.taps && !memory.failed(); ++l)
-        read_row(FLOAT32, x.weight + l * x.channels, x.channels, row(weight, l));
-    return weight;
+// Calls `f` with each block of channels.
+template <typename F>
+void for_channels(const Conv& x, const Segment& s, F&& f) {
+    for (Int c = 0; c < x.channels; c += CHANNELS) f(Block{x, s, c, min(CHANNELS, x.channels - c)});
 }
 
+// The taps and the bias of a block of channels.
+class Filter {
+  public:
+    Filter(const Conv& x, Workspace& memory) : rows_(memory.zeros((x.taps + 1) * CHANNELS)) {}
+
+    void read(const Block& b) {
+        for (Int l = 0; l < b.x.taps; ++l)
+            read_row(FLOAT32, b.x.weight + l * b.x.channels + b.channel, b.channels, rows_ + l * CHANNELS);
+        if (b.x.bias) read_row(FLOAT32, b.x.bias + b.channel, b.channels, rows_ + b.x.taps * CHANNELS);
+    }
+    Vec tap(Int l, Int c) const { return load(rows_ + l * CHANNELS + c); }
+
+    // z of the input in row `at`, which follows those of earlier tokens.
+    Vec operator()(Int taps, const float* at, Int c) const {
+        Vec z = tap(taps, c);
+        for (Int l = 0; l < taps; ++l) z += tap(l, c) * load(at - l * CHANNELS + c);
+        return z;
+    }
+
+  private:
+    float* rows_;
+};
+
+// TAPS is the number of taps if it is known to the compiler, or 0.
+template <Int TAPS>
 Status forward(const Conv& x, const ConvOutputs& out, const Segment& s) {
     Workspace memory;
-    const Rows weight = read_weight(x, memory);
-    const Ring inputs(x.taps, x.channels, memory);
-    float* y = memory.floats(round_up(x.channels));
+    const Int taps = TAPS ? TAPS : x.taps, past = taps - 1;
+    Filter filter(x, memory);
+    float* inputs = memory.floats((past + TOKENS) * CHANNELS);  // from `past` tokens before the block on
+    float* y = memory.floats(CHANNELS);
     if (memory.failed()) return OUT_OF_MEMORY;
-    // 1. The inputs before the segment.
-    for (Int t = s.from - x.taps + 1; t < s.from; ++t) read_input(x, s, t, inputs[t]);
-    // 2. Tokens.
-    for (Int t = s.from; t < s.to; ++t) {
-        read_input(x, s, t, inputs[t]);
-        std::memset(y, 0, (size_t)weight.row * 4);
-        for (Int l = 0; l < x.taps; ++l) {
-            const float *taps = row(weight, l), *from = inputs[t - l];
-            for (Int c = 0; c < x.channels; c += WIDTH)
-                store(y + c, load(y + c) + load(taps + c) * load(from + c));
+    for_channels(x, s, [&](const Block& b) {
+        filter.read(b);
+        for (Int t = s.from; t < s.to; t += TOKENS) {
+            const Int n = min(TOKENS, s.to - t);
+            // 1. Inputs. The last rows of one block are the first ones of the next.
+            if (t == s.from) b.read_inputs(t - past, t, inputs);
+            else std::memmove(inputs, inputs + TOKENS * CHANNELS, (size_t)(past * CHANNELS) * 4);
+            b.read_inputs(t, t + n, inputs + past * CHANNELS);
+            // 2. Outputs.
+            for (Int i = 0; i < n; ++i) {
+                for (Int c = 0; c < b.channels; c += WIDTH) {
+                    const Vec z = filter(taps, inputs + (past + i) * CHANNELS, c);
+                    store(y + c, x.activation ? with_slope(SILU, z).value : z);
+                }
+                write_row(x.type, y, b.channels, b.at(out.y, t + i));
+            }
         }
-        write_row(x.type, y, x.channels,
-                  (char*)out.y + (s.batch * x.tokens + s.first + t) * x.channels * size_of(x.type));
-    }
-    // 3. The state, which may reach back into the state before the sequence.
-    if (s.from == 0)
-        for (Int t = s.length - x.taps + 1; t < s.length; ++t) {
-            read_input(x, s, t, y);
-            write_row(FLOAT32, y, x.channels, (float*)state_row(x, out.state, s, t - s.length));
+        // 3. The state, which may reach back into the state before the sequence.
+        for (Int t = s.length - past; s.from == 0 && t < s.length; ++t) {
+            b.read_inputs(t, t + 1, y);
+            write_row(FLOAT32, y, b.channels, (float*)b.state_row(out.state, t - s.length));
         }
+    });
     return SUCCESS;
 }
 
-// `d_weight [taps, channels]` is the gradient of the taps from this segment.
-Status backward(const Conv& x, const ConvGradients& out, const Segment& s, double* d_weight) {
+// `d_filter [taps + 1, channels]` is the gradient of the taps and the bias from this segment.
+template <Int TAPS>
+Status backward(const Conv& x, const ConvGradients& out, const Segment& s, double* d_filter) {
     Workspace memory;
-    const Int width = round_up(x.channels);
-    const Rows weight = read_weight(x, memory);
-    const Ring gradients(x.taps, x.channels, memory);
-    float *input = memory.floats(width), *d_x = memory.floats(width);
-    const Rows sums = {memory.zeros(x.taps * width), width};
+    const Int taps = TAPS ? TAPS : x.taps, past = taps - 1, from = s.from == 0 ? -past : s.from;
+    Filter filter(x, memory);
+    float* inputs = memory.floats((2 * past + TOKENS) * CHANNELS);  // from `past` tokens before the block on
+    float* gradients = memory.floats((past + TOKENS) * CHANNELS);   // dz from its first token on
+    float *d_x = memory.floats(CHANNELS), *sums = memory.floats((taps + 1) * CHANNELS);
     if (memory.failed()) return OUT_OF_MEMORY;
-    const auto read_gradient = [&](Int t) {
-        if (t < 0 || t >= s.length) std::memset(gradients[t], 0, (size_t)width * 4);
-        else read_row(x.type, address(out.y, x.type, s.batch, s.first + t, 0), x.channels, gradients[t]);
-    };
-    const auto add_sums = [&] {
-        for (Int l = 0; l < x.taps; ++l)
-            for (Int c = 0; c < x.channels; ++c) d_weight[l * x.channels + c] += row(sums, l)[c];
-        std::memset(sums.data, 0, (size_t)(x.taps * width) * 4);
-    };
-    const Int from = s.from == 0 ? 1 - x.taps : s.from;
-    for (Int t = from; t < from + x.taps - 1; ++t) read_gradient(t);
-    for (Int t = from; t < s.to; ++t) {
-        read_gradient(t + x.taps - 1);
-        read_input(x, s, t, input);
-        // 4. Gradient of the input.
-        if (t < s.length - x.taps + 1) std::memset(d_x, 0, (size_t)width * 4);
-        else read_row(FLOAT32, state_row(x, out.state, s, t - s.length), x.channels, d_x);
-        for (Int l = 0; l < x.taps; ++l) {
-            const float *taps = row(weight, l), *from = gradients[t + l];
-            float* sum = row(sums, l);
-            for (Int c = 0; c < x.channels; c += WIDTH) {
-                const Vec gradient = load(from + c);
-                store(d_x + c, load(d_x + c) + load(taps + c) * gradient);
-                // 5. Gradient of the taps.
-                store(sum + c, load(sum + c) + gradient * load(input + c));
+    for_channels(x, s, [&](const Block& b) {
+        // 4. Gradients of z at the tokens [first, last); `at` is the input of the first one.
+        const auto read_gradients = [&](Int first, Int last, const float* at, float* to) {
+            for (Int t = first; t < last; ++t, at += CHANNELS, to += CHANNELS) {
+                if (t < 0 || t >= s.length) {
+                    std::memset(to, 0, CHANNELS * 4);
+                    continue;
+                }
+                read_row(x.type, b.at(out.y, t), b.channels, to);
+                for (Int c = 0; x.activation && c < b.channels; c += WIDTH)
+                    store(to + c, load(to + c) * with_slope(SILU, filter(taps, at, c)).slope);
             }
+        };
+        filter.read(b);
+        for (Int t = from; t < s.to; t += TOKENS) {
+            const Int n = min(TOKENS, s.to - t);
+            if (t == from) {
+                b.read_inputs(t - past, t + past, inputs);
+                read_gradients(t, t + past, inputs + past * CHANNELS, gradients);
+            } else {
+                std::memmove(inputs, inputs + TOKENS * CHANNELS, (size_t)(2 * past * CHANNELS) * 4);
+                std::memmove(gradients, gradients + TOKENS * CHANNELS, (size_t)(past * CHANNELS) * 4);
+            }
+            float *const ahead = inputs + 2 * past * CHANNELS, *const at = inputs + past * CHANNELS;
+            b.read_inputs(t + past, t + past + n, ahead);
+            read_gradients(t + past, t + past + n, ahead, gradients + past * CHANNELS);
+            std::memset(sums, 0, (size_t)((taps + 1) * CHANNELS) * 4);
+            for (Int i = 0; i < n; ++i) {
+                // 5. Gradient of the input.
+                const Int token = t + i;
+                if (token < s.length - past) std::memset(d_x, 0, CHANNELS * 4);
+                else read_row(FLOAT32, b.state_row(out.state, token - s.length), b.channels, d_x);
+                for (Int c = 0; c < b.channels; c += WIDTH) {
+                    const Vec input = load(at + i * CHANNELS + c);
+                    Vec total = load(d_x + c);
+                    for (Int l = 0; l < taps; ++l) {
+                        const Vec gradient = load(gradients + (i + l) * CHANNELS + c);
+                        total += filter.tap(l, c) * gradient;
+                        // 6. Gradients of the taps and the bias.
+                        float* sum = sums + l * CHANNELS + c;
+                        store(sum, load(sum) + gradient * input);
+                    }
+                    store(d_x + c, total);
+                    float* sum = sums + taps * CHANNELS + c;
+                    store(sum, load(sum) + load(gradients + i * CHANNELS + c));
+                }
+                if (token < 0) write_row(FLOAT32, d_x, b.channels, (float*)b.state_row(out.d_state, token));
+                else write_row(x.type, d_x, b.channels, b.at(out.d_x, token));
+            }
+            for (Int l = 0; l <= taps; ++l)
+                for (Int c = 0; c < b.channels; ++c)
+                    d_filter[l * x.channels + b.channel + c] += sums[l * CHANNELS + c];
         }
-        if (t < 0) write_row(FLOAT32, d_x, x.channels, (float*)state_row(x, out.d_state, s, t));
-        else
-            write_row(x.type, d_x, x.channels,
-                      (char*)out.d_x + (s.batch * x.tokens + s.first + t) * x.channels * size_of(x.type));
-        if ((t - from) % SUMMED == SUMMED - 1) add_sums();
-    }
-    add_sums();
+    });
     return SUCCESS;
+}
+
+// Calls `f` with the number of taps as a `Count`: 4 is what the published layers have.
+template <typename F>
+Status with_taps(Int taps, F&& f) {
+    return taps == 4 ? f(Count<4>()) : f(Count<0>());
 }
 
 }  // namespace
@@ -171,13 +237,15 @@ Status EXPORTED(conv_forward)(const Conv* x, const ConvOutputs* out) {
     Workspace memory;
     const Segments segments(*x, memory);
     if (memory.failed()) return OUT_OF_MEMORY;
-    return parallel_for(segments.count(), segments.threads(),
-                        [&](Int i) { return forward(*x, *out, segments.at(i)); });
+    return parallel_for(segments.count(), segments.threads(), [&](Int i) {
+        return with_taps(x->taps,
+                         [&](auto taps) { return forward<decltype(taps)::value>(*x, *out, segments.at(i)); });
+    });
 }
 
 Status EXPORTED(conv_backward)(const Conv* x, const ConvGradients* out) {
     advise_huge_pages(*x, out->d_x, x->tokens, 1, x->channels);
-    const Int n = x->taps * x->channels;
+    const Int of_taps = x->taps * x->channels, n = of_taps + x->channels;
     Workspace memory;
     const Segments segments(*x, memory);
     const Int count = segments.count(), sums = min(count, SUMS);
@@ -186,14 +254,17 @@ Status EXPORTED(conv_backward)(const Conv* x, const ConvGradients* out) {
     const Status status = parallel_for(sums, segments.threads(), [&](Int sum) {
         Status each = SUCCESS;
         for (Int i = sum; i < count && each == SUCCESS; i += sums)
-            each = backward(*x, *out, segments.at(i), parts + sum * n);
+            each = with_taps(x->taps, [&](auto taps) {
+                return backward<decltype(taps)::value>(*x, *out, segments.at(i), parts + sum * n);
+            });
         return each;
     });
     if (status != SUCCESS) return status;
     for (Int j = 0; j < n; ++j) {
         double total = 0;
         for (Int i = 0; i < sums; ++i) total += parts[i * n + j];
-        out->d_weight[j] = (float)total;
+        if (j < of_taps) out->d_weight[j] = (float)total;
+        else if (out->d_bias) out->d_bias[j - of_taps] = (float)total;
     }
     return SUCCESS;
 }

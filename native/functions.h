@@ -83,4 +83,17 @@ inline Vec value_of(int32_t function, Vec x) {
     }
 }
 
+// A function and its derivative.
+struct Slope {
+    Vec value, slope;
+};
+
+// Of silu or the logistic function.
+inline Slope with_slope(int32_t function, Vec x) {
+    const Vec e = exp_of_negative(select(x < Vec{}, x, Vec{} - x)), divisor = broadcast(1) + e;
+    const Vec s = select(x < Vec{}, e, broadcast(1)) / divisor, rest = broadcast(1) - s;
+    if (function == SIGMOID) return {s, s * rest};
+    return {x * s, s * (broadcast(1) + x * rest)};
+}
+
 }  // namespace UNROLLED_ISA

@@ -1,11 +1,10 @@
 """A short convolution of queries, keys and values, for mechanisms that run as a recurrence."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
 from unrolled.attention._heads import Masks, Projected
 from unrolled.ops.conv import causal_conv_step
@@ -34,7 +33,8 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, widths: Sequence[int], taps: int, *, activation: bool, bias: bool):
         super().__init__()
-        self.widths, self.activation = list(widths), activation
+        self.widths = list(widths)
+        self.activation: Literal["silu"] | None = "silu" if activation else None
         self.weight = nn.Parameter(torch.zeros(sum(widths), taps))
         nn.init.ones_(self.weight[:, -1])
         self.bias = nn.Parameter(torch.zeros(sum(widths))) if bias else None
@@ -53,13 +53,13 @@ class ShortConvolution(nn.Module):
             the filtered q, k and v, and the last W - 1 inputs, one row per sequence.
         """
         x = torch.cat([part.flatten(-2) for part in projected], -1)
+        bias, f = self.bias, self.activation
         if recent is not None and x.dim() == 2:
-            y, after = causal_conv_step(x, self.weight, recent)
+            y, after = causal_conv_step(x, self.weight, recent, bias=bias, activation=f)
         else:
-            y, after = causal_conv(x, self.weight, state=recent, **masks.of_keys())
-        if self.bias is not None:
-            y = y + self.bias
-        parts = (silu(y) if self.activation else y).split_with_sizes(self.widths, -1)
+            keys = masks.of_keys()
+            y, after = causal_conv(x, self.weight, bias=bias, activation=f, state=recent, **keys)
+        parts = y.split_with_sizes(self.widths, -1)
         q, k, v = (torch.unflatten(y, -1, part.shape[-2:]) for y, part in zip(parts, projected, strict=True))
         return (q, k, v), after
 

@@ -212,11 +212,13 @@ def window_attention(
     return o.transpose(1, 2).contiguous(), lse.transpose(1, 2).contiguous()
 
 
-def causal_conv(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, cu_seqlens: Tensor | None, silu: bool
+) -> tuple[Tensor, Tensor]:
     """Compute the operator `unrolled::causal_conv`."""
     if cu_seqlens is not None:
         raise UnsupportedError(PACKS)
-    return plain.forward(x, weight, state)
+    return plain.forward(x, weight, bias, state, silu=silu)
 
 
 def log_sigmoid(x: Tensor) -> Tensor:

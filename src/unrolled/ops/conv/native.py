@@ -7,7 +7,7 @@ from unrolled.ops import native
 from unrolled.ops.native import TYPES, View, address, readable, sequences, struct
 
 
-def supports(x: Tensor, weight: Tensor, state: Tensor) -> bool:
+def supports(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> bool:
     """Whether the kernels can run inputs of these types, on this device.
 
     The dtype of the state shows that neither inputs nor taps are fp64.
@@ -15,31 +15,43 @@ def supports(x: Tensor, weight: Tensor, state: Tensor) -> bool:
     return x.is_cpu and x.dtype in TYPES and state.dtype == torch.float32 and native.available()
 
 
-def forward(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, cu_seqlens: Tensor | None, silu: bool
+) -> tuple[Tensor, Tensor]:
     """Compute what `plain.forward` does."""
-    problem, _kept = _problem(x, weight, state, cu_seqlens)
+    problem, _kept = _problem(x, weight, bias, state, cu_seqlens, silu)
     y, after = x.new_empty(x.shape), state.new_empty(state.shape)
     native.call("conv_forward", problem, struct("ConvOutputs")(y=address(y), state=address(after)))
     return y, after
 
 
 def backward(
-    grad_y: Tensor, grad_state: Tensor, x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None
+    grad_y: Tensor,
+    grad_state: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    cu_seqlens: Tensor | None,
+    silu: bool,
 ) -> list[Tensor]:
-    """Compute the gradients of `x`, `weight` and `state`."""
-    problem, _kept = _problem(x, weight, state, cu_seqlens)
+    """Compute the gradients of `x`, `weight`, `bias` and `state`; that of an absent bias is empty."""
+    problem, _kept = _problem(x, weight, bias, state, cu_seqlens, silu)
     grad_y, grad_state = readable(grad_y), grad_state.contiguous()
     d_x, d_state = x.new_empty(x.shape), state.new_empty(state.shape)
     d_taps = native.floats(*weight.shape[::-1])
+    d_bias = native.floats(0 if bias is None else len(bias))
     gradients = struct("ConvGradients")(
         y=_view(grad_y),
         state=address(grad_state),
         d_x=address(d_x),
         d_weight=address(d_taps),
+        d_bias=address(None if bias is None else d_bias),
         d_state=address(d_state),
     )
     native.call("conv_backward", problem, gradients)
-    return [d_x, d_taps.flip(0).T.to(weight.dtype).contiguous(), d_state]
+    d_weight = d_taps.flip(0).T.to(weight.dtype).contiguous()
+    return [d_x, d_weight, d_bias if bias is None else d_bias.to(bias.dtype), d_state]
 
 
 def _view(x: Tensor) -> View:
@@ -49,22 +61,25 @@ def _view(x: Tensor) -> View:
 
 
 def _problem(
-    x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, cu_seqlens: Tensor | None, silu: bool
 ) -> tuple[bytes, tuple[Tensor | None, ...]]:
     """Fill the struct, and return the tensors that it points to, which must stay alive during the call."""
     B, T, C = x.shape
     N, cu_seqlens = sequences(cu_seqlens, B, T)
     x, state, taps = readable(x), state.contiguous(), weight.float().T.flip(0).contiguous()
+    bias = None if bias is None else bias.float().contiguous()
     problem = struct("Conv")(
         sequences=N,
         tokens=T,
         channels=C,
         taps=weight.shape[1],
         type=TYPES[x.dtype],
+        activation=silu,
         threads=torch.get_num_threads(),
         offsets=address(cu_seqlens),
         x=_view(x),
         weight=address(taps),
+        bias=address(bias),
         state=address(state),
     )
-    return problem, (cu_seqlens, x, state, taps)
+    return problem, (cu_seqlens, x, state, taps, bias)

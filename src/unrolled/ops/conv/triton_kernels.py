@@ -3,8 +3,8 @@
 """Triton kernels of the causal convolution.
 
 Forward: `outputs`, by chunks of C tokens and blocks of BC channels, and `states`, the last inputs.
-Backward: `input_gradients`, which also computes what each chunk adds to the gradients of the taps, and
-`state_gradients`.
+Backward: `gradients_before_silu`, if there is silu; `input_gradients`, which also computes what each chunk
+adds to the gradients of the taps; and `state_gradients`.
 
 An input of a sequence is addressed by its place in memory. The W - 1 places before the first token stand for
 the rows of the state. No two programs write to the same memory, so every run gives the same bits.
@@ -44,23 +44,60 @@ def gradients_at(
     return total
 
 
+@triton.jit
+def filtered_at(
+    x, x_strides, weight, w_strides, bias, state, row, sequence, begin, tokens, exists, c, inside, channels,
+    W: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Return the outputs before silu at the tokens of a chunk as fp32."""
+    total = tl.zeros([C, BC], tl.float32)
+    if bias is not None:
+        total += tl.load(bias + c, mask=inside, other=0).to(tl.float32)[None, :]
+    for tap in tl.static_range(W):
+        at = tokens + (tap - W + 1)
+        given = inputs_at(x, x_strides, state, row, sequence, begin, at, exists, c, inside, channels, W)
+        w = tl.load(weight + c.to(tl.int64) * w_strides[0] + tap * w_strides[1], mask=inside, other=0)
+        total += w.to(tl.float32)[None, :] * given
+    return total
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def outputs(
-    x, x_strides, weight, w_strides, state, y, length, chunks, cu_seqlens, owners, channels,
-    W: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
+    x, x_strides, weight, w_strides, bias, state, y, length, chunks, cu_seqlens, owners, channels,
+    SILU: tl.constexpr, W: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Outputs of a chunk."""
     sequence, row, tokens, exists = place(tl.program_id(0), length, chunks, cu_seqlens, owners, C)
     _, begin, _ = place_sequence(sequence, length, cu_seqlens)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = c < channels
-    total = tl.zeros([C, BC], tl.float32)
-    for tap in tl.static_range(W):
-        at = tokens + (tap - W + 1)
-        given = inputs_at(x, x_strides, state, row, sequence, begin, at, exists, c, inside, channels, W)
-        w = tl.load(weight + c.to(tl.int64) * w_strides[0] + tap * w_strides[1], mask=inside, other=0)
-        total += w.to(tl.float32)[None, :] * given
-    store_tile(y, row * length + tokens, channels, exists, c, inside, total)
+    z = filtered_at(
+        x, x_strides, weight, w_strides, bias, state, row, sequence, begin, tokens, exists, c, inside,
+        channels, W, C, BC,
+    )  # fmt: skip
+    if SILU:
+        z *= tl.sigmoid(z)
+    store_tile(y, row * length + tokens, channels, exists, c, inside, z)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def gradients_before_silu(
+    x, x_strides, weight, w_strides, bias, state, grad_y, y_strides, grad_z, length, chunks, cu_seqlens,
+    owners, channels, W: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the outputs of a chunk before silu, which are computed anew."""
+    sequence, row, tokens, exists = place(tl.program_id(0), length, chunks, cu_seqlens, owners, C)
+    _, begin, _ = place_sequence(sequence, length, cu_seqlens)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = c < channels
+    z = filtered_at(
+        x, x_strides, weight, w_strides, bias, state, row, sequence, begin, tokens, exists, c, inside,
+        channels, W, C, BC,
+    )  # fmt: skip
+    grad = load_tile(grad_y + row * y_strides[0], tokens, y_strides[1], exists, c, y_strides[2], inside)
+    s = tl.sigmoid(z)
+    grad_before = grad.to(tl.float32) * s * (1 + z * (1 - s))
+    store_tile(grad_z, row * length + tokens, channels, exists, c, inside, grad_before)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

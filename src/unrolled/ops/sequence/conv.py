@@ -33,5 +33,6 @@ def causal_conv(x: Tensor, weight: Tensor, **options: Unpack[Options]) -> tuple[
     given = {"recent": start if state is None else state}
     own, count = last_tokens(x, padding, min(W - 1, T))
     before, after = scan(ranks, given, Latest({"recent": own}, count), to_end=state is not None)
-    y, _ = conv.causal_conv(x, weight, key_padding_mask=padding, state=before["recent"])
+    options["state"] = before["recent"]
+    y, _ = conv.causal_conv(x, weight, **options)
     return y, after.get("recent", start)

@@ -6,10 +6,10 @@ the channel axis comes before the token axis: `[B,C,T]`.
 
 from collections.abc import Callable
 from functools import cache
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 from transformers.activations import ACT2FN
 
 from unrolled.interop.hf._packing import refuse_packing
@@ -25,8 +25,9 @@ def causal_conv1d_fn(
 ) -> Tensor:
     """Filter `[B,C,T]` by the taps `weight [C,W]`, add `bias [C]` and apply the activation."""
     refuse_packing("causal_conv1d_fn", kwargs)
-    y, _ = causal_conv(hidden_states.mT, weight)
-    return _activated(y, bias, activation).mT
+    function: Literal["silu"] | None = "silu" if activation == "silu" else None
+    y, _ = causal_conv(hidden_states.mT, weight, bias=bias, activation=function)
+    return (y if activation == function else _function(activation)(y)).mT
 
 
 def causal_conv1d_update(
@@ -41,20 +42,13 @@ def causal_conv1d_update(
     inputs = torch.cat([conv_state, hidden_states], dim=2)
     conv_state.copy_(inputs[..., -conv_state.shape[2] :])
     windows = inputs[..., -(T + W - 1) :].float().unfold(2, W, 1)
-    y = (windows * weight.float().unsqueeze(1)).sum(-1).to(hidden_states.dtype)
-    return _activated(y.mT, bias, activation).mT
-
-
-def _activated(y: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """Add the bias to `y [B,T,C]` and apply the activation, without copies that no gradient needs."""
+    y = (windows * weight.float().unsqueeze(1)).sum(-1)
     if bias is not None:
-        y = y.add_(bias)
-    if activation == "silu":
-        return silu(y, inplace=not y.requires_grad)
-    return y if activation is None else _function(activation)(y)
+        y = y + bias.unsqueeze(-1)
+    return _function(activation)(y).to(hidden_states.dtype)
 
 
 @cache
-def _function(activation: str) -> Callable[[Tensor], Tensor]:
-    function: Callable[[Tensor], Tensor] = ACT2FN[activation]
+def _function(activation: str | None) -> Callable[[Tensor], Tensor]:
+    function: Callable[[Tensor], Tensor] = ACT2FN["linear" if activation is None else activation]
     return function
