@@ -128,5 +128,11 @@ def write(rank: int, folder: Path) -> None:
             mechanism("linear")(inputs()[:, : 5 + rank % 2])
     except ValueError as error:
         found["uneven"] = str(error)
+    try:
+        with sequence_parallel():
+            mask = None if rank % 2 else torch.zeros(2, 5, dtype=torch.bool)
+            decoder("gated delta")(torch.zeros(2, 5, dtype=torch.long), key_padding_mask=mask)
+    except ValueError as error:
+        found["masked on some ranks"] = str(error)
     torch.save(found, folder / f"{rank}.pt")
     dist.barrier()

@@ -598,6 +598,15 @@ def test_the_plain_mechanism_has_no_defect():
 
 
 @pytest.mark.slow
+def test_options_for_one_direction_are_checked_in_this_direction():
+    ran = check_mechanism("window", window=3, causal=True)  # both directions need an even window
+    assert "check_prefix_invariance" in ran
+    ran = check_mechanism("linear", causal=False)
+    assert "check_cross_attention" in ran
+    assert "check_forms_agree" not in ran
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mechanism", "noticed"), DEFECTS.items(), ids=[mechanism.__name__ for mechanism in DEFECTS]
 )

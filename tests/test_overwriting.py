@@ -1,6 +1,7 @@
 """No command overwrites what it did not make: a sentence, exit code 2 and an unchanged folder."""
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from commands import everything, filled, run, works
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from unrolled.data import Vocabulary
+from unrolled.folders import writing_folder
 from unrolled.interop.hf import character_tokenizer
 from unrolled.models import Decoder, DecoderConfig, LuongSeq2Seq, LuongSeq2SeqConfig
 
@@ -176,6 +178,22 @@ def test_images_and_translations_replace_no_other_file(tmp_path: Path) -> None:
     sheet.write_bytes(b"a photograph")
     refused([*map(str, draw)], tmp_path)
     works(*draw, "--force")
+
+
+def test_two_processes_do_not_write_one_folder(tmp_path: Path) -> None:
+    """Of two locks in one process, one has to be in another thread."""
+    with writing_folder(tmp_path / "new") as staging:
+        (staging / "a").write_text("first")
+    with writing_folder(tmp_path / "new") as staging:
+        (staging / "a").write_text("second")
+
+        def write() -> None:
+            with writing_folder(tmp_path / "new") as other:
+                (other / "a").write_text("third")
+
+        with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="new is in use: another process"):
+            pool.submit(write).result()
+    assert {x.name: x.read_text() for x in (tmp_path / "new").iterdir()} == {"a": "second"}
 
 
 def test_a_file_in_the_way_of_a_folder_is_named(made: Path, tmp_path: Path) -> None:

@@ -100,6 +100,18 @@ def test_tokens_are_evaluated_a_second_time_for_their_accuracy_only(tiny: Path, 
     [score] = training.evaluate_positions(model, ended.dataset, ended.train, [(0, 8)])
     assert figures["loss"] == pytest.approx(score.loss, rel=1e-6)
     assert figures["accuracy"] == (score.accuracy if compared == "accuracy" else None)
+    # An expectation that is added later is judged without training again.
+    trained = (folder / "wide" / "seed=3" / "log.jsonl").read_bytes()
+    tiny.write_text(yaml.safe_dump(changed | {"expect": ['accuracy["wide"] < 9']}, sort_keys=False))
+    assert '\nheld: accuracy["wide"] < 9' in reproduce(tiny, "--only", "wide")
+    assert (folder / "wide" / "seed=3" / "log.jsonl").read_bytes() == trained
+
+
+def test_what_the_task_cannot_measure_is_not_expected_for_ever(tiny: Path) -> None:
+    kept = {name: value for name, value in TINY.items() if name not in ("evaluate", "sweep")}
+    tiny.write_text(yaml.safe_dump(kept | {"expect": ['bleu["wide"] > 1']}, sort_keys=False))
+    assert 'not known yet: bleu["wide"] > 1' in reproduce(tiny, "--only", "wide")
+    assert 'not measured: bleu["wide"] > 1' in reproduce(tiny)
 
 
 def test_the_plot_may_be_of_the_further_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,9 @@ def test_wrong_sounds_are_named(trained: Path, tmp_path: Path) -> None:
     )
     assert "bad.wav cannot be read as a sound: " in error("transcribe", trained, bad)
     empty = write_wave(tmp_path / "empty.wav", [tone(300, 0.0)])
-    assert "empty.wav has 0 samples, but must have at least 400" in error("transcribe", trained, empty)
+    assert "empty.wav has 0 samples at 16000 Hz, but must have at least 400" in error(
+        "transcribe", trained, empty
+    )
     for words in (["transcribe", trained, good], ["evaluate", trained]):
         result = run(*words, "--beam-size", 0)
         assert (result.exit_code, result.stdout) == (2, "")
@@ -185,7 +187,7 @@ def test_an_exported_run_transcribes_the_same(trained: Path, tmp_path: Path) -> 
         assert expected.startswith("N OW\n")
     short = write_wave(tmp_path / "short.wav", [tone(300, 0.01)])
     for command, sentence in (
-        (("transcribe", out, short), "short.wav has 160 samples, but must have at least 400"),
+        (("transcribe", out, short), "short.wav has 160 samples at 16000 Hz, but must have at least 400"),
         (("transcribe", out, files[0], "--device", "cuda"), "cuda, but an exported model runs on the CPU"),
         (("export", out, tmp_path / "x"), "is not a model's folder"),
         (

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from unrolled.files import system_errors
@@ -106,17 +106,22 @@ def writing_folder(folder: Path, earlier: Iterable[str] = ()) -> Iterator[Path]:
         earlier: names of files of its earlier content; those not written again are deleted at the end.
 
     Raises:
-        ValueError: a run in `folder` is being trained.
+        ValueError: another process is writing to `folder`, or it cannot be written to.
         OSError: a file cannot be written.
     """
-    is_run = (folder / LOCK).exists()
-    with held(folder) if is_run else nullcontext():
-        remove_staging(folder)
-        with replacing_files(folder) as staging:
-            yield staging
-            left = {*earlier} - {file.name for file in staging.iterdir()}
-        for name in left:
-            (folder / name).unlink(missing_ok=True)
+    exists, is_run = folder.exists(), (folder / LOCK).exists()
+    with held(folder) if exists else nullcontext():
+        try:
+            remove_staging(folder)
+            with replacing_files(folder) as staging:
+                yield staging
+                left = {*earlier} - {file.name for file in staging.iterdir()}
+            for name in left:
+                (folder / name).unlink(missing_ok=True)
+        finally:
+            if exists and not is_run:  # the lock of a run stays; others would only be in the way
+                with suppress(OSError):
+                    (folder / LOCK).unlink()
 
 
 @contextmanager

@@ -100,8 +100,20 @@ def test_bands_that_do_not_suit_the_rate_are_named(n_mels):
 
 def test_a_sound_without_samples_is_refused(tmp_path):
     path = write_wave(tmp_path / "short.wav", [tone(440, 0.01)])
-    with pytest.raises(ValueError, match=r"short\.wav has 160 samples, but must have at least 400"):
+    with pytest.raises(
+        ValueError, match=r"short\.wav has 160 samples at 16000 Hz, but must have at least 400"
+    ):
         read_sound(path, 16_000)
+
+
+@pytest.mark.parametrize("rate", [8_000, 16_000])
+def test_the_shortest_sound_is_one_frame(rate, tmp_path):
+    frame = tone(440, 0.025, rate)
+    assert len(read_sound(write_wave(tmp_path / "frame.wav", [frame], rate), rate)) == rate // 40
+    with pytest.raises(
+        ValueError, match=f"has {rate // 40 - 1} samples at {rate} Hz, .* {rate // 40}: 25 ms"
+    ):
+        read_sound(write_wave(tmp_path / "less.wav", [frame[1:]], rate), rate)
 
 
 def test_a_missing_library_is_named(monkeypatch, tmp_path):

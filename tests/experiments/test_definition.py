@@ -117,6 +117,9 @@ def test_a_scale_changes_sections_of_a_contender_too():
             {"contenders": {"a, b": {}}},
             "the name 'a, b' in contenders of tiny.yaml has a comma, which separates names in --only",
         ),
+        ({"contenders": {"..": {}}}, "the name '..' in contenders of tiny.yaml must be that of a folder"),
+        ({"contenders": {"a/b": {}}}, "the name 'a/b' in contenders of tiny.yaml must be that of a folder"),
+        ({"published": {"sofmax": "2.1"}}, "published of tiny.yaml names 'sofmax', which is no contender"),
         (
             {"base": {"train": {"seed": 7}}},
             "base of tiny.yaml sets train.seed, but must not: `seeds` or `sweep` sets it",
@@ -195,3 +198,10 @@ def test_the_results_of_the_library_are_those_of_its_experiments(name):
     trials = {x.folder.as_posix(): x for name in experiment.contenders for x in results.trials(name)}
     for folder, run in found["runs"].items():
         assert run["settings"] == experiment.values(trials[folder])
+
+
+def test_a_swept_value_with_a_path_stays_inside_of_the_folder():
+    paths = ["book.txt", "./book.txt", "../book.txt", "x" * 300]
+    folders = [trial.folder for trial in tiny(sweep={"data.path": paths}).sweeps("a")]
+    assert len(set(folders)) == len(paths)
+    assert all(folder.parent == Path("a") and len(folder.name) < 80 for folder in folders)

@@ -46,6 +46,10 @@ def test_an_expectation_is_what_python_makes_of_it(left, relation, right):
     assert both == (eval(left, names), eval(right, names))
 
 
+def test_spaces_around_an_expectation_mean_nothing():
+    assert Expectation.parse(' loss["a"] < 2 ', ["a"]).judge(lambda *_: 1.0)[0]
+
+
 def test_what_is_not_measured_yet_is_not_judged():
     found = Expectation.parse('loss["linear"] / 2 < 1', NAMES)
     assert found.judge(lambda *place: None) == (None, None)

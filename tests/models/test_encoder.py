@@ -200,6 +200,12 @@ def test_masking_follows_berts_recipe():
     assert random.float().mean().item() == pytest.approx(49.5, abs=4)
 
 
+@pytest.mark.parametrize("probability", [15, -0.1, float("nan")])
+def test_a_probability_of_masking_is_between_0_and_1(probability):
+    with pytest.raises(ValueError, match=f"probability is {probability}, but must be between 0 and 1"):
+        mask_tokens(torch.zeros(2, 8).long(), mask_id=10, vocab_size=10, probability=probability)
+
+
 def test_a_masked_model_learns_to_fill_a_gap():
     torch.manual_seed(0)
     config = EncoderConfig(11, d_model=32, n_layers=1, n_heads=4, output="masked", max_length=8)

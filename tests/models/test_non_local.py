@@ -123,3 +123,8 @@ def test_it_compiles():
 def test_wrong_input_is_named(options, shape, message):
     with pytest.raises(ValueError, match=message):
         NonLocalBlock(6, **options)(torch.zeros(shape))
+
+
+def test_another_dtype_is_named():
+    with pytest.raises(ValueError, match=r"x is torch\.float64, but the weights are torch\.float32"):
+        NonLocalBlock(6)(torch.zeros(2, 6, 3, dtype=torch.float64))

@@ -261,6 +261,8 @@ TOKENS = {"vocab_size": VOCAB}
         (lambda: perceiver(input_dim=3)(normal(2, 5, 4)), r"x has shape \[2, 5, 4\], but must be \[B, T, 3\]"),
         (lambda: perceiver(input_dim=3, grid=[4, 4], positions="none")(normal(2, 5, 3)), r"but must be \[B, X1, X2, 3\]"),
         (lambda: perceiver(input_dim=3)(torch.zeros(2, 5, 3, dtype=torch.long)), "x is torch.int64, no floating-point type"),
+        (lambda: perceiver(input_dim=3, positions="none")(normal(2, 5, 3).float()), "x is torch.float32, but the weights are torch.float64"),
+        (lambda: perceiver_io(**TOKENS, n_classes=3)(tokens_of(2, 5), queries=normal(2, 4, 16).float()), "queries is torch.float32, but the weights"),
         (lambda: perceiver(**TOKENS)(tokens_of(2, 13)), "length 13, but must have at most max_length = 12"),
         (lambda: perceiver(**TOKENS)(tokens_of(2, 5) + VOCAB), "but they must be in"),
         (lambda: perceiver(**TOKENS)(tokens_of(2, 5), key_padding_mask=torch.zeros(2, 4).bool()), "key_padding_mask has shape"),

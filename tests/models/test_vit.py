@@ -135,6 +135,7 @@ def test_wrong_settings_are_named(fields, message):
     [
         (lambda m: m(normal(1, 2, 8, 6)), r"x is torch.float64 of shape \[1, 2, 8, 6\], but must be .* \[B, 2, 6, 8\]"),
         (lambda m: m(torch.zeros(1, 2, 6, 8, dtype=torch.uint8)), r"x is torch\.uint8"),
+        (lambda m: m.float()(normal(1, 2, 6, 8)), "x is torch.float64, but the weights are torch.float32"),
         (lambda m: m.resized([2, 6, 8]), r"patch_size is \[3, 2\], but must divide image_size = \[2, 6, 8\]"),
     ],
 )  # fmt: skip

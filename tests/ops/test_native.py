@@ -25,6 +25,12 @@ def test_a_kernel_that_reports_no_memory_raises_memory_error(monkeypatch):
         native.call("dense", b"")
 
 
+def test_kernels_of_other_sources_are_not_called(monkeypatch):
+    monkeypatch.setattr(native, "code", lambda header: object())  # no header equals another
+    with pytest.warns(UserWarning, match="built from other sources: install unrolled again; until then"):
+        assert "built from other sources" in native._library.__wrapped__()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS and /proc")
 def test_a_process_out_of_memory_goes_on_after_a_memory_error():

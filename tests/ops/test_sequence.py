@@ -147,6 +147,11 @@ def test_slices_of_different_lengths_are_refused_on_every_rank(found):
     assert all(shapes in rank["uneven"] for rank in found)
 
 
+def test_a_mask_on_some_ranks_is_refused_on_every_rank(found):
+    shapes = "[2, 5] with a mask, [2, 5], [2, 5] with a mask, [2, 5], but must have one shape"
+    assert all(shapes in rank["masked on some ranks"] for rank in found)
+
+
 @pytest.fixture
 def alone():
     """A process group of this process."""

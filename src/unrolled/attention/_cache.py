@@ -46,7 +46,7 @@ class CachedAttention(MultiHeadAttention[KVCache, None]):
         if key_padding_mask is not None:
             own["padding"], given["padding"] = key_padding_mask, start.past_padding
         before, after = scan(ranks, given, Appended(own), to_end=to_end)
-        earlier, total = ranks.counts(k.shape[1], key_padding_mask)
+        earlier, total = ranks.counts(k, key_padding_mask)
         o, end = self.attend_at_end(heads, _appended(start, before, earlier), key_padding_mask)
         return o, _appended(start, after, total) if to_end else end
 

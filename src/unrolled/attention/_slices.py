@@ -19,7 +19,7 @@ def check_slice(mechanism: "MultiHeadAttention[Any, Any]", x: Tensor, masks: Mas
         UnsupportedError: the mechanism cannot, or not with these masks, or `x` is a single token.
         ValueError: the slices of the processes differ in shape.
     """
-    if (ranks := sequence.current()) is None:
+    if sequence.current() is None:
         return
     if not (mechanism.supports.sequence and mechanism.causal):
         sequence.refuse(f"{'' if mechanism.causal else 'bidirectional '}{mechanism.name} attention")
@@ -29,8 +29,7 @@ def check_slice(mechanism: "MultiHeadAttention[Any, Any]", x: Tensor, masks: Mas
         raise UnsupportedError("packed sequences cannot be cut into slices; use key_padding_mask instead")
     if x.dim() == 2:
         raise UnsupportedError("step reads one token, not slices; call it outside of sequence_parallel")
-    rows, length = x.shape[:2]
-    ranks.compare(rows, length, masked=masks.key_padding_mask is not None, device=x.device)
+    sequence.check_slices(x, masks.key_padding_mask)
 
 
 def attend_over(
@@ -50,7 +49,7 @@ def attend_over(
     summed = {name: given[name] for name in summary.own}
     before, after = map(dict, sequence.scan(ranks, summed, summary, to_end=to_end))
     if "position" in given:
-        earlier, total = ranks.counts(heads.q.shape[1], key_padding_mask)
+        earlier, total = ranks.counts(heads.q, key_padding_mask)
         before["position"], after["position"] = given["position"] + earlier, given["position"] + total
     o, end = mechanism.prefill_heads(heads, state._replace(**before), key_padding_mask)
     return o, end._replace(**after)

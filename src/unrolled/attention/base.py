@@ -435,7 +435,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             positions = torch.arange(T, device=x.device).expand(B, T)
         if (ranks := sequence.current()) is None:
             return positions
-        earlier, _ = ranks.counts(T, padding)
+        earlier, _ = ranks.counts(x, padding)
         return positions + (earlier.unsqueeze(1) if isinstance(earlier, Tensor) else earlier)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:

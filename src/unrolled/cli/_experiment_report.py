@@ -15,7 +15,7 @@ import torch
 from unrolled.bench.machine import processor
 from unrolled.bench.report import table
 from unrolled.cli._output import can_plot, software
-from unrolled.experiments import BESIDE, Figures, Mean, Results, Table, Verdict
+from unrolled.experiments import BESIDE, Figures, Mean, Results, Table
 from unrolled.files import write_file
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def write(results: Results, scale: str, folder: Path) -> None:
     """Write the four files; the plot only if matplotlib is installed."""
     experiment, about = results.experiment, {"scale": scale, "machine": machine()}
     header, lines = results.table()
-    verdicts = [told(verdict) for verdict in results.verdicts()]
+    verdicts = told(results)
     text = f"{table(header, lines)}\n\n" + "".join(f"- {x}\n" for x in verdicts)
     for title, more in more_tables(results):
         text += f"\n{title}\n\n{table(*more)}\n"
@@ -128,7 +128,7 @@ def page(results: Results, scale: str, picture: bytes | None) -> str:
         paper=escape(experiment.paper),
         table=_html(header, lines),
         more=more,
-        verdicts="".join(f"<li>{escape(told(x))}</li>" for x in results.verdicts()),
+        verdicts="".join(f"<li>{escape(x)}</li>" for x in told(results)),
         picture=image,
         settings=escape(settings),
         places=escape(" and ".join(places(results.runs.values(), machine()["processor"]))),
@@ -144,11 +144,12 @@ def _html(header: list[str], lines: list[list[str]]) -> str:
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def told(verdict: Verdict) -> str:
-    """Return a line that says whether an expectation holds, with the values of both sides."""
-    text, held, sides = verdict
-    said = {True: "held", False: "NOT HELD", None: "not known yet"}[held]
-    return f"{said}: {text}{in_figures(sides)}"
+def told(results: Results) -> list[str]:
+    """Return a line for each expectation that says whether it holds, with the values of both sides."""
+    trials = [trial for name in results.experiment.contenders for trial in results.trials(name)]
+    ended = all(results.figures(trial) is not None for trial in trials)
+    said = {True: "held", False: "NOT HELD", None: "not measured" if ended else "not known yet"}
+    return [f"{said[held]}: {text}{in_figures(sides)}" for text, held, sides in results.verdicts()]
 
 
 def in_figures(sides: Sequence[float] | None) -> str:

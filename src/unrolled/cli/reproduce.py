@@ -160,5 +160,5 @@ def _tell(results: "Results") -> None:
     typer.echo(table(*results.table()))
     for title, more in more_tables(results):
         typer.echo(f"\n{title}\n\n{table(*more)}\n")
-    for text in map(told, results.verdicts()):
+    for text in told(results):
         typer.echo(text)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from unrolled.extras import how_to_install
 
-SHORTEST = 400  # minimum number of samples: a window of 25 ms at 16 kHz
+WINDOW = 25  # milliseconds of a frame, and the minimum of a sound
 FULL_SCALE = 32768.0  # the samples of Kaldi have the scale of 16 bits
 
 Samples = np.ndarray[Any, np.dtype[np.int16]]
@@ -67,8 +67,10 @@ def read_sound(source: str | Path | bytes, rate: int) -> Samples:
     mono = samples[:, 0] if samples.shape[1] == 1 else np.rint(samples.mean(1)).astype(np.int16)
     if found != rate:
         mono = library("soxr").resample(mono, found, rate)
-    if len(mono) < SHORTEST:
-        raise ValueError(f"{name} has {len(mono)} samples, but must have at least {SHORTEST}")
+    if len(mono) < (shortest := rate * WINDOW // 1000):
+        raise ValueError(
+            f"{name} has {len(mono)} samples at {rate} Hz, but must have at least {shortest}: {WINDOW} ms"
+        )
     return np.asarray(mono, np.int16)
 
 
@@ -88,7 +90,7 @@ def log_mel(samples: Samples, rate: int, n_mels: int) -> Tensor:
     """
     fbank = library("kaldi_native_fbank")
     options = fbank.FbankOptions()
-    options.frame_opts.samp_freq = rate
+    options.frame_opts.samp_freq, options.frame_opts.frame_length_ms = rate, WINDOW
     options.frame_opts.dither = 0  # with dither, the features of a sound would change from call to call
     options.frame_opts.snip_edges = False
     options.mel_opts.num_bins = n_mels

@@ -1,5 +1,6 @@
 """The definition of an experiment: its claim, its contenders and its expectations."""
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import product
@@ -9,6 +10,7 @@ from typing import Any
 from unrolled.experiments.expressions import Expectation
 from unrolled.ops.options import at_least
 
+LONGEST = 40  # characters of a value in the name of a folder
 SMOKE = "smoke"
 """The scale of tests: two steps of every contender."""
 SEED = "train.seed"
@@ -38,7 +40,7 @@ class Trial:
     @property
     def folder(self) -> Path:
         """The run folder, relative to that of the experiment, such as "linear/lr=0.001,seed=0"."""
-        parts = [f"{key.rpartition('.')[2]}={value}" for key, value in self.settings.items()]
+        parts = [f"{key.rpartition('.')[2]}={_as_name(value)}" for key, value in self.settings.items()]
         return Path(self.contender, ",".join(parts))
 
 
@@ -128,6 +130,18 @@ class Experiment:
             yield Trial(contender, dict(zip(self.sweep, values, strict=True)), self.seeds[0])
 
 
+def _as_name(value: Any) -> str:
+    """Write a setting as part of the name of a folder: in short, if it is long or has a separator."""
+    text = str(value)
+    if len(text) <= LONGEST and not _not_in_names(text):
+        return text
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _not_in_names(text: str) -> bool:
+    return any(character in text for character in "/\\\0")
+
+
 def _not_overridden(settings: Mapping[str, Any], scale: Mapping[str, Any]) -> dict[str, Any]:
     """Drop the settings that a scale sets for all contenders, and set them in sections of their own."""
     kept = {key: value for key, value in settings.items() if key not in scale}
@@ -174,10 +188,15 @@ def made_of(values: Mapping[str, Any], source: Path) -> Experiment:
     for part in ("contenders", "scales", "evaluate", "budget"):
         if wrong := [name for name in values.get(part, {}) if not isinstance(name, str)]:
             raise ValueError(f"the name {wrong[0]!r} in {part} of {source} is not text: put it in quotes")
-    if wrong := [name for name in values["contenders"] if "," in name]:
-        raise ValueError(
-            f"the name {wrong[0]!r} in contenders of {source} has a comma, which separates names in --only"
-        )
+    for name in values["contenders"]:
+        if "," in name:
+            raise ValueError(
+                f"the name {name!r} in contenders of {source} has a comma, which separates names in --only"
+            )
+        if _not_in_names(name) or name.startswith("."):
+            raise ValueError(f"the name {name!r} in contenders of {source} must be that of a folder")
+    if unknown := sorted(values.get("published", {}).keys() - values["contenders"].keys()):
+        raise ValueError(f"published of {source} names {unknown[0]!r}, which is no contender")
     for section, settings in values["base"].items():
         if not isinstance(settings, dict):
             raise ValueError(f"{section} in base of {source} is {settings!r}, but must be a mapping")

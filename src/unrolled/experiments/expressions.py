@@ -76,7 +76,7 @@ class Expectation:
             ValueError: the text is not a comparison, or names something that does not exist.
         """
         try:
-            found = ast.parse(str(text), mode="eval").body
+            found = ast.parse(str(text).strip(), mode="eval").body
         except SyntaxError as error:
             raise ValueError(f"the expectation {text!r} is not a comparison: {error.msg}") from error
         if not isinstance(found, ast.Compare) or len(found.ops) != 1 or type(found.ops[0]) not in COMPARE:

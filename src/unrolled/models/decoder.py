@@ -18,7 +18,7 @@ from unrolled.models.saving import RecomputingModel
 from unrolled.models.stack import States
 from unrolled.ops.dropout import Dropout
 from unrolled.ops.options import check_batch_size
-from unrolled.ops.sequence import token_counts
+from unrolled.ops.sequence import check_slices, token_counts
 
 Inputs = Literal["tokens", "pixels"]
 Head = Literal["categorical", "logistic_mixture"]
@@ -111,6 +111,7 @@ class Decoder(LanguageModel[DecoderState], RecomputingModel):
 
     def read_all(self, tokens: Tensor, **masks: Unpack[TokenMasks]) -> Tensor:
         """Read sequences `[B,T]`: `[B,T,d_model]`."""
+        check_slices(tokens, masks.get("key_padding_mask"))
         x = self.positions(self.embedding(tokens), **masks)
         return self.stack(self.dropout(x), recompute=self.recompute, **masks)
 
@@ -118,11 +119,12 @@ class Decoder(LanguageModel[DecoderState], RecomputingModel):
         self, tokens: Tensor, state: DecoderState, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, DecoderState]:
         """Read tokens `[B,T]`, continuing from a state: `[B,T,d_model]` and the new state."""
+        check_slices(tokens, key_padding_mask)
         x = self.positions(self.embedding(tokens), start=state.position, key_padding_mask=key_padding_mask)
         hidden, layers = self.stack.prefill(
             self.dropout(x), state.layers, key_padding_mask=key_padding_mask, recompute=self.recompute
         )
-        _, read = token_counts(tokens.shape[1], key_padding_mask)
+        _, read = token_counts(tokens, key_padding_mask)
         return hidden, DecoderState(state.position + read, layers)
 
     def read_one(self, token: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:

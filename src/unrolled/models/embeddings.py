@@ -105,7 +105,7 @@ class PositionEmbedding(Layer):
         if start is not None:
             positions = start.unsqueeze(1) + positions
         if cu_seqlens is None and (ranks := current()) is not None:
-            earlier, _ = ranks.counts(T, key_padding_mask)
+            earlier, _ = ranks.counts(x, key_padding_mask)
             positions = positions + (earlier.unsqueeze(1) if isinstance(earlier, Tensor) else earlier)
             T = T * ranks.size
         if key_padding_mask is not None:  # padding may reach beyond the last learned position

@@ -255,7 +255,12 @@ def mask_tokens(
 
     Returns:
         inputs and targets, both of the shape of `tokens`; targets are -100 where no token was selected.
+
+    Raises:
+        ValueError: `probability` is not between 0 and 1.
     """
+    if not 0 <= probability <= 1:
+        raise ValueError(f"probability is {probability}, but must be between 0 and 1")
 
     def uniform() -> Tensor:
         return torch.rand(tokens.shape, generator=generator, device=tokens.device)

@@ -15,7 +15,7 @@ from unrolled.models.reversible import make_stack
 from unrolled.ops.checks import wrong
 from unrolled.ops.dense import Layer, Linear
 from unrolled.ops.dropout import Dropout
-from unrolled.ops.inputs import check_input
+from unrolled.ops.inputs import check_input, check_matches
 from unrolled.ops.masks import zero_padding
 from unrolled.ops.positions import fourier_features, grid_positions
 from unrolled.ops.softmax import softmax_attention
@@ -219,6 +219,7 @@ class Latents(Layer):
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None, *, recompute: bool = False) -> Tensor:
         """Read `x [B, S, array_width]`: `[B, n_latents, d_model]`."""
+        check_matches("x", x, self.initial)
         z = self.initial.expand(x.shape[0], -1, -1)
         for i in range(self.n_iterations):
             if i < self.n_reads:

@@ -29,6 +29,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from unrolled.ops.checks import shape, wrong_shape
 from unrolled.ops.dense import Linear
+from unrolled.ops.inputs import check_matches
 from unrolled.ops.sequence import refuse
 from unrolled.ops.softmax import softmax_attention
 
@@ -87,6 +88,7 @@ class NonLocalBlock(nn.Module):
         space = x.shape[2:]
         if not 1 <= len(space) <= 3 or x.shape[1] != self.channels:
             raise wrong_shape("x", x, f"[B, {self.channels}, *space] with 1 to 3 axes")
+        check_matches("x", x, self.g.weight)
         if min(space[-2:]) < self.pool:
             raise ValueError(f"x has shape {shape(x)}, but the last axes must be at least pool = {self.pool}")
         places = x.flatten(2).mT

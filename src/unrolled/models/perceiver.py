@@ -28,6 +28,7 @@ from unrolled.models.heads import Categorical
 from unrolled.models.latents import CrossAttend, InputArray, LatentConfig, Latents, init_perceiver
 from unrolled.models.saving import RecomputingModel
 from unrolled.ops.checks import shape
+from unrolled.ops.inputs import check_matches
 
 Output = Literal["classification", "tokens", "masked"]
 
@@ -215,5 +216,7 @@ class PerceiverIO(RecomputingModel):
             queries = self.queries(z.new_zeros(B, S, width), key_padding_mask=counted)
         elif queries.dim() != 3 or queries.shape[0] != B or queries.shape[2] != width:
             raise ValueError(f"queries has shape {shape(queries)}, but must be [{B}, O, {width}]")
+        else:
+            check_matches("queries", queries, self.latents.initial)
         y = self.decoder(queries, z)
         return y[:, 0] if one else y

@@ -31,9 +31,10 @@ from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.heads import Categorical
 from unrolled.models.reversible import make_stack
 from unrolled.models.saving import RecomputingModel
-from unrolled.ops.checks import check_device, check_tensor, shape, wrong
+from unrolled.ops.checks import check_tensor, shape, wrong
 from unrolled.ops.dense import Layer, Linear
 from unrolled.ops.dropout import Dropout
+from unrolled.ops.inputs import check_matches
 
 Pooling = Literal["class", "mean"]
 Axes = Annotated[list[Size], Len(2, 3)]
@@ -174,7 +175,7 @@ class ViT(RecomputingModel):
         if not x.is_floating_point() or shape(x)[1:] != expected:
             sizes = ", ".join(map(str, expected))
             raise wrong("x", x, f"floating point [B, {sizes}]")
-        check_device("x", x, self.embedding.project.weight)
+        check_matches("x", x, self.embedding.project.weight)
         y = self.embedding(x).to(self.embedding.project.weight.dtype)  # autocast must not narrow the stream
         if self.class_token is not None:
             y = torch.cat([self.class_token.expand(len(y), 1, -1), y], dim=1)

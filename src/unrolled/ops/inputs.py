@@ -9,10 +9,9 @@ from unrolled.ops.precision import autocast_dtype
 
 
 def check_input(name: str, x: object, axes: Sequence[str | int], weight: Tensor | None) -> None:
-    """Require a tensor with these axes, on the device and in the dtype of `weight`.
+    """Require a tensor with these axes that matches `weight`; see `check_matches`.
 
-    Only the size of the last axis is checked. Another dtype is accepted under autocast. Without a weight, any
-    floating-point dtype is accepted.
+    Only the size of the last axis is checked. Without a weight, any floating-point dtype is accepted.
 
     Raises:
         ValueError: `x` is not such a tensor; the message names it.
@@ -23,8 +22,19 @@ def check_input(name: str, x: object, axes: Sequence[str | int], weight: Tensor 
     if x.dim() != len(axes) or x.shape[-1] != axes[-1]:
         raise ValueError(f"{name} has shape {shape(x)}, but must be {sizes}")
     if weight is not None:
-        check_device(name, x, weight)
-    wrong = not x.is_floating_point() if weight is None else x.dtype != weight.dtype
-    if wrong and autocast_dtype(x.device) is None:
-        other = "no floating-point type" if weight is None else f"but the weights are {weight.dtype}"
-        raise ValueError(f"{name} is {x.dtype}, {other}: convert one, or use autocast")
+        check_matches(name, x, weight)
+    elif not x.is_floating_point() and autocast_dtype(x.device) is None:
+        raise ValueError(f"{name} is {x.dtype}, no floating-point type: convert one, or use autocast")
+
+
+def check_matches(name: str, x: Tensor, weight: Tensor) -> None:
+    """Require a tensor on the device and in the dtype of `weight`; under autocast, in any dtype.
+
+    Raises:
+        ValueError: `x` is not such a tensor; the message names it.
+    """
+    check_device(name, x, weight)
+    if x.dtype != weight.dtype and autocast_dtype(x.device) is None:
+        raise ValueError(
+            f"{name} is {x.dtype}, but the weights are {weight.dtype}: convert one, or use autocast"
+        )

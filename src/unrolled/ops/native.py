@@ -6,6 +6,7 @@ threads are those of torch.
 """
 
 import ctypes
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from unrolled.ops.checks import check_offsets
-from unrolled.ops.structs import Layout, enums, layouts
+from unrolled.ops.structs import Layout, code, enums, layouts
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -172,8 +173,18 @@ def _library() -> ctypes.CDLL | str:
         library = ctypes.CDLL(str(found[0]))
     except OSError as error:
         return f"the library of CPU kernels does not load: {error}"
-    library.instruction_sets.restype = ctypes.c_char_p
+    library.instruction_sets.restype = library.arguments_header.restype = ctypes.c_char_p
+    if _outdated(library):
+        reason = "the C++ kernels were built from other sources: install unrolled again"
+        warnings.warn(f"{reason}; until then, everything runs in plain PyTorch", stacklevel=2)
+        return reason
     return library
+
+
+def _outdated(library: ctypes.CDLL) -> bool:
+    """Whether the sources of an editable installation were changed after the library was built."""
+    source = Path(__file__).parents[3] / "native" / "arguments.h"
+    return source.is_file() and code(source.read_text()) != code(library.arguments_header().decode())
 
 
 def _symbol(name: str) -> "ctypes._NamedFuncPointer":

@@ -38,7 +38,7 @@ class Layout:
 def layouts(header: str) -> dict[str, Layout]:
     """Read the layout of every `struct NAME { TYPE field, *pointer; };` of a header."""
     found: dict[str, Layout] = {}
-    for name, body in re.findall(r"struct (\w+) \{(.*?)\};", _code(header), re.DOTALL):
+    for name, body in re.findall(r"struct (\w+) \{(.*?)\};", code(header), re.DOTALL):
         found[name] = Layout(
             {field: kind for declaration in body.split(";") for field, kind in _fields(declaration, found)}
         )
@@ -47,11 +47,12 @@ def layouts(header: str) -> dict[str, Layout]:
 
 def enums(header: str) -> dict[str, dict[str, int]]:
     """Read the values of every `enum NAME : TYPE { FIRST, SECOND };` of a header, which count from 0."""
-    found = re.findall(r"enum (?:\[\[\w+\]\] )?(\w+) : \w+ \{(.*?)\};", _code(header), re.DOTALL)
+    found = re.findall(r"enum (?:\[\[\w+\]\] )?(\w+) : \w+ \{(.*?)\};", code(header), re.DOTALL)
     return {name: {value: i for i, value in enumerate(re.findall(r"\w+", body))} for name, body in found}
 
 
-def _code(header: str) -> str:
+def code(header: str) -> str:
+    """Return a header without its comments."""
     return re.sub(r"//.*", "", header)
 
 

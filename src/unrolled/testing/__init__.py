@@ -7,11 +7,11 @@
     check_cell("lstm")                               # a recurrent layer, held to the same contract
     check_alignment("bahdanau")                      # attention of a recurrent decoder to its source
 
-A mechanism is an `nn.Module` with `forward`, a class attribute `supports` and, if `supports` claims a
-recurrence, `init_state`, `prefill` and `step` (see `unrolled.contract`). The checks test each claim, and
-that features which are not claimed raise an error. A failing check raises AssertionError with one sentence:
-what was done, what differed, and by how much. Each check is a function `check(make, supports)` and can be run
-alone:
+A mechanism is an `nn.Module` with the constructor and methods of those in `unrolled.attention`, and a class
+attribute `supports` (see `unrolled.contract`). Without a recurrence, `init_state`, `prefill` and `step` must
+raise UnsupportedError. The checks test each claim, and that features which are not claimed raise an error. A
+failing check raises AssertionError with one sentence: what was done, what differed, and by how much. Each
+check is a function `check(make, supports)` and can be run alone:
 
     check_padding(Maker(MyAttention, {"my_option": 3}), MyAttention.supports)
 
@@ -182,8 +182,9 @@ def check_mechanism(name_or_class: str | type[nn.Module], **options: Any) -> lis
 
     Args:
         name_or_class: a name in `unrolled.attention`, or any class that follows the contract.
-        options: passed to its constructor; `d_model` (16) and `n_heads` (4) may be given too. The checks read
-            up to 320 tokens, so a `max_length` must be at least 320.
+        options: passed to its constructor; `d_model` (16) and `n_heads` (4) may be given too. With `causal`,
+            only this direction is checked. The checks read up to 320 tokens, so a `max_length` must be at
+            least 320.
 
     Returns:
         The names of the checks that ran; all of them passed.
@@ -195,7 +196,7 @@ def check_mechanism(name_or_class: str | type[nn.Module], **options: Any) -> lis
     Exceptions raised by the mechanism itself are passed on with a note that names the check.
     """
     mechanism = attention.load(name_or_class) if isinstance(name_or_class, str) else name_or_class
-    sizes = {name: options.pop(name) for name in ("d_model", "n_heads") if name in options}
+    sizes = {name: options.pop(name) for name in ("d_model", "n_heads", "causal") if name in options}
     make = Maker(mechanism, options, **sizes)
     return run_all(checks(make.supports), mechanism, make, make.supports)
 

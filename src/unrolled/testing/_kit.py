@@ -35,11 +35,14 @@ class Maker:
     d_model: int = 16
     n_heads: int = 4
     dtype: torch.dtype = torch.float64
+    causal: bool | None = None  # the only value that is checked, if given
 
     def __call__(
         self, *, causal: bool, dtype: torch.dtype | None = None, seed: int = 0, **overrides: Any
     ) -> Any:
         """Construct the mechanism in evaluation mode; `overrides` replace the options under test."""
+        if self.causal not in (None, causal):
+            raise UnsupportedError(f"causal is {causal}, but only {self.causal} is checked")
         options = {"d_model": self.d_model, "n_heads": self.n_heads, **self.options, **overrides}
         return noisy(lambda: self.mechanism(causal=causal, **options), dtype or self.dtype, seed)
 
@@ -53,7 +56,11 @@ class Maker:
         require(bool(claims), "neither causal=True nor causal=False was accepted: nothing can be run")
         # Causal attention has no global tokens, and without them it may not read its input either.
         only_one = ("global_mask", "reads_input")
-        return claims[0].but(**{name: any(getattr(c, name) for c in claims) for name in only_one})
+        found = claims[0].but(**{name: any(getattr(c, name) for c in claims) for name in only_one})
+        if self.causal is None:
+            return found
+        sequence = found.sequence and self.causal  # slices are for causal attention
+        return found.but(causal=self.causal, bidirectional=not self.causal, sequence=sequence)
 
     def each_direction(self, supports: Supports) -> Iterator[tuple[bool, Any]]:
         """Yield each claimed value of `causal`, and the mechanism with it."""

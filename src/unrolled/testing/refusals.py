@@ -31,7 +31,7 @@ def check_refuses_unclaimed(make: Maker, supports: Supports) -> None:
             except UnsupportedError:
                 continue
             refused(f"causal={causal}", module, "forward", x)
-    if not recurrent(supports):
+    if supports.recurrence == "none":
         refused("init_state", make(causal=directions(supports)[0]), "init_state", 2)
     for causal, module in make.each_direction(supports):
         if not supports.cross:

@@ -15,6 +15,7 @@ from unrolled.interop.onnx.graph import POSITION
 from unrolled.interop.onnx.manifest import Manifest
 from unrolled.models.checks import check_ids
 from unrolled.ops.checks import check_key_padding_mask
+from unrolled.ops.options import check_batch_size
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
@@ -56,7 +57,12 @@ class ExportedModel(ABC):
         """Run the graph on tokens and a state; return logits and the next state."""
 
     def init_state(self, batch_size: int) -> State:
-        """Return the state of `batch_size` empty sequences."""
+        """Return the state of `batch_size` empty sequences.
+
+        Raises:
+            ValueError: `batch_size` is no whole number of at least 0.
+        """
+        check_batch_size(batch_size)
         return self._state_type(*(leaf.initial(batch_size) for leaf in self.manifest.state))
 
     def prefill(

@@ -39,6 +39,7 @@ from unrolled.ops.sequence.conv import causal_conv
 from unrolled.ops.sequence.ranks import (
     PIPELINE_FROM,
     Ranks,
+    check_slices,
     current,
     inside,
     refuse,
@@ -69,6 +70,7 @@ __all__ = [
     "Summary",
     "Transformed",
     "causal_conv",
+    "check_slices",
     "current",
     "inside",
     "last_tokens",

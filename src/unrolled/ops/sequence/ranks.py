@@ -96,18 +96,18 @@ class Ranks:
         self._sent(x, 0 if self.rank == self.size - 1 else 1)
         return x
 
-    def counts(self, length: int, key_padding_mask: Tensor | None) -> tuple[int | Tensor, int | Tensor]:
-        """Count the tokens before this rank's slice of `length` tokens, and the tokens of all slices.
+    def counts(self, x: Tensor, key_padding_mask: Tensor | None) -> tuple[int | Tensor, int | Tensor]:
+        """Count the tokens before this rank's slice `x [B,T,...]`, and the tokens of all slices.
 
         With a `key_padding_mask [B,T]`, only valid tokens count, and both counts are `[B]`.
         """
         if key_padding_mask is None:
-            return self.rank * length, self.size * length
+            return self.rank * x.shape[1], self.size * x.shape[1]
         every = torch.stack(self.gather((~key_padding_mask).sum(1)))
         return every[: self.rank].sum(0), every.sum(0)
 
-    def compare(self, rows: int, length: int, *, masked: bool, device: torch.device) -> None:
-        """Check, at the first call, that all ranks have slices of one shape, and all have a mask or none has.
+    def compare(self, x: Tensor, *, masked: bool) -> None:
+        """Check, at the first call, that the slices `x [B,T,...]` have one shape, and all or none is masked.
 
         Raises:
             ValueError: they differ; on every rank.
@@ -115,7 +115,7 @@ class Ranks:
         if self._compared:
             return
         self._compared = True
-        found = [x.tolist() for x in self.gather(torch.tensor([rows, length, masked], device=device))]
+        found = [x.tolist() for x in self.gather(torch.tensor([*x.shape[:2], masked], device=x.device))]
         if any(x != found[0] for x in found):
             shapes = ", ".join(f"[{b}, {t}]{' with a mask' * m}" for b, t, m in found)
             raise ValueError(
@@ -149,8 +149,9 @@ def sequence_parallel(
 
     `forward`, `loss` and `prefill` of causal decoders and mechanisms then give, on each rank, the outputs of
     its slice of the whole sequence; a loss is the mean over the targets of the slice. Calls that cannot do
-    this raise UnsupportedError. A model of your own that adds positions to its input asks `token_counts` for
-    the number of tokens before the slice. The backward pass may run inside or outside of the context.
+    this raise UnsupportedError. Functions such as `linear_attention` know nothing of other slices. A model of
+    your own that adds positions to its input asks `token_counts` for the number of tokens before the slice.
+    The backward pass may run inside or outside of the context.
 
     Args:
         group: the processes, as a process group or a mesh of one dimension; None for the default group.
@@ -202,6 +203,16 @@ def current() -> Ranks | None:
     return _ranks.get()
 
 
+def check_slices(x: Tensor, key_padding_mask: Tensor | None) -> None:
+    """Check, at the first call inside `sequence_parallel`, that the slices `x [B,T,...]` fit together.
+
+    Raises:
+        ValueError: the slices of the processes differ in shape, or only some have a mask.
+    """
+    if (ranks := current()) is not None:
+        ranks.compare(x, masked=key_padding_mask is not None)
+
+
 def refuse(what: str) -> None:
     """Raise UnsupportedError inside `sequence_parallel`, where `what` would not see the other slices."""
     if current() is not None:
@@ -224,12 +235,16 @@ def inside(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]
     return run
 
 
-def token_counts(length: int, key_padding_mask: Tensor | None) -> tuple[int | Tensor, int | Tensor]:
-    """Count the tokens before this process's slice of `length` tokens, and the tokens of all slices.
+def token_counts(x: Tensor, key_padding_mask: Tensor | None) -> tuple[int | Tensor, int | Tensor]:
+    """Count the tokens before this process's slice `x [B,T,...]`, and the tokens of all slices.
 
     Without ranks, the sequence is a single slice. With a `key_padding_mask [B,T]`, only valid tokens count,
     and the counts are `[B]`.
+
+    Raises:
+        ValueError: the slices of the processes differ in shape.
     """
     if (ranks := current()) is not None:
-        return ranks.counts(length, key_padding_mask)
-    return 0, length if key_padding_mask is None else (~key_padding_mask).sum(1)
+        check_slices(x, key_padding_mask)
+        return ranks.counts(x, key_padding_mask)
+    return 0, x.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(1)
