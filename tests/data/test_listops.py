@@ -99,3 +99,10 @@ def test_the_values_of_the_published_expressions(real_data):
         ids = [WORDS.index(word) for word in expression.split() if word not in "()"]
         wrong += value_of(ids) != int(label)
     assert (len(lines), wrong) == (10_000, 0)
+
+
+@pytest.mark.parametrize("most", [2, 4])
+def test_an_operator_has_up_to_the_given_number_of_arguments(most):
+    data = ListopsDataset(shortest=1, length=60, depth=2, arguments=most, val_size=500)
+    found = {len(row) - 2 for batch in data.eval_batches(100) for row in rows(batch) if len(row) > 1}
+    assert found == set(range(2, most + 1))

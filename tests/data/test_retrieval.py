@@ -52,3 +52,10 @@ def test_the_real_reviews(real_data):
     assert batch.inputs.shape == (2_000, 129)
     assert torch.all((batch.inputs == SEPARATOR).sum(1) == 1)
     assert 900 < int(batch.targets.sum()) < 1_100
+
+
+def test_texts_are_read_next_to_the_middle_of_their_review(monkeypatch):
+    texts = [(0, b"abcdefghij")] * 4
+    monkeypatch.setattr(retrieval, "load_published", lambda *_: {"train": texts, "val": texts})
+    batch = RetrievalDataset(text_length=2).batch("train", step=0, batch_size=1, seed=0)
+    assert batch.inputs.tolist() == [[*b"de", SEPARATOR, *b"fg"]]

@@ -26,6 +26,7 @@ OPTIONS = {
     "least": {"min_p": 0.1, "temperature": 2.0},
     "all": {"temperature": 1.5, "top_k": 30, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.3},
     "encouraged": {"repetition_penalty": 0.7},
+    "forbidden": {"repetition_penalty": 1e6, "num_samples": 2},
     "stops": {"stop": [3, [4, 5]]},
 }
 

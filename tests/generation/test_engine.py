@@ -275,3 +275,13 @@ def test_wrong_input_is_refused_before_the_model_runs(options: dict[str, Any], m
     with pytest.raises(ValueError, match=message):
         generate(model, **{"prompt_ids": [[1]], "max_new_tokens": 3} | options)
     assert not model.prefilled
+
+
+def test_a_repetition_penalty_does_not_count_padding():
+    model = LeakyMemory()
+    for weight in (model.weight, model.embedding.weight):
+        weight.data.abs_()
+    options = {"temperature": 0, "repetition_penalty": 1e12}
+    (alone,) = as_lists(generate(model, [[5]], V - 1, **options))
+    assert 0 in alone[:-1]  # the id at padding
+    assert as_lists(generate(model, [[5], [1, 2, 3]], V - 1, **options))[0] == alone

@@ -177,3 +177,12 @@ def test_parameters_no_longer_grow_with_the_square_of_the_state():
 def test_wrong_sizes_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("cell", FUSED)
+def test_a_projection_without_bias_runs_as_the_steps_do(cell):
+    torch.manual_seed(0)
+    module = recurrent.load(cell)(6, 8)
+    module.input_proj = torch.nn.Linear(6, module.input_proj.out_features, bias=False)
+    x = normal(3, 40, 6).float()
+    torch.testing.assert_close(module(x), by_steps(module, x))

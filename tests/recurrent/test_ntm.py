@@ -168,3 +168,14 @@ def test_the_size_of_the_memory_is_in_no_parameter():
 def test_impossible_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         NTM(3, 4, **options)
+
+
+@pytest.mark.parametrize("controller", ["feedforward", "lstm"])
+def test_no_parameter_of_a_head_can_overflow(controller):
+    layer = NTM(3, 4, controller=controller, memory_size=5, memory_width=2)
+    layer.head_proj.bias.data.fill_(1e38)
+    x = torch.randn(2, 6, 3, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.isfinite().all()
+    assert x.grad.isfinite().all()

@@ -217,6 +217,39 @@ def test_a_watch_ends_a_continuation_and_its_state_is_that_of_the_kept_tokens(ki
     assert ended[3].snapshots == exact[3].snapshots
 
 
+def test_the_state_after_a_stop_text_is_not_kept_for_other_prompts(monkeypatch):
+    monkeypatch.setattr("unrolled.serving.engine.BLOCK_SECONDS", 0.2)  # so that a block reads beyond the stop
+    model, prompt, seen = decoder(), list(range(20)), []
+    engine = made(model)
+
+    def watch(index, tokens):
+        seen.extend(tokens)
+        return len(tokens) - (len(seen) - 9) if len(seen) >= 9 else None
+
+    async def asked():
+        tokens, *_ = await result(engine.submit(job(model, prompt, 400, watch=watch)))
+        return (await result(engine.submit(job(model, [*prompt, *tokens[0], 1, 2], 8))))[2].cached
+
+    cached = asyncio.run(asked())
+    engine.drain(5)
+    assert len(seen) > 9
+    assert cached == 19  # what was read before the stop
+
+
+def test_logprobs_of_a_prompt_that_was_read_before():
+    model, prompt = decoder(), list(range(30))
+    engine = made(model)
+    asked = job(model, prompt, 1, logprobs=1, prompt_logprobs=True)
+
+    async def twice():
+        return [(await result(engine.submit(asked)))[2].logprobs for _ in range(2)]
+
+    first, again = asyncio.run(twice())
+    engine.drain(5)
+    assert len(again) == len(first) == 30
+    assert [x.token for x in again[1:]] == prompt[1:]
+
+
 def test_a_repetition_penalty_counts_the_prompt():
     model = decoder()
     sampling = Sampling(temperature=0.8, top_k=20, repetition_penalty=1.5)
@@ -396,6 +429,21 @@ def test_a_job_is_given_up_at_its_deadline_whether_it_runs_or_waits():
                 await result(run)
 
     asyncio.run(go())
+    engine.drain(5)
+
+
+def test_a_waiting_job_is_given_up_while_another_runs():
+    model = decoder()
+    engine = made(model, rows=1)
+
+    async def both():
+        first = engine.submit(job(model, [1], 10**6))
+        second = engine.submit(replace(job(model, [1], 10), deadline=time.monotonic() + 0.2))
+        with pytest.raises(TimedOutError):
+            await asyncio.wait_for(result(second), 5)
+        first.cancel()
+
+    asyncio.run(both())
     engine.drain(5)
 
 

@@ -11,7 +11,9 @@ import pytest
 from serving.clients import client, error, post
 from serving.fakes import FakeEngine, FakeRun, pixel_model, served
 
+from unrolled.serving.guards import Bodies
 from unrolled.serving.jobs import Event, Job, TimedOutError
+from unrolled.serving.protocol.errors import ApiError
 from unrolled.serving.settings import Settings, read_keys
 
 
@@ -288,3 +290,30 @@ def test_requests_are_traced_where_opentelemetry_is_set_up() -> None:
     [span] = exporter.get_finished_spans()
     assert span.name == "GET /v1/models/{id}"
     assert f"{span.context.trace_id:x}" == "a" * 32
+
+
+@pytest.mark.parametrize(("size", "in_time"), [(10, False), (2 * 2**20, True)])
+def test_a_body_may_take_a_second_longer_for_each_mebibyte(size: int, in_time: bool) -> None:
+    parts = iter([b"x" * size, b"x"])
+
+    async def receive() -> dict[str, Any]:
+        part = next(parts)
+        if len(part) == 1:
+            await asyncio.sleep(0.5)
+        return {"type": "http.request", "body": part, "more_body": len(part) > 1}
+
+    async def send(message: Any) -> None:
+        pass
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+
+    settings = Settings(body_seconds=0.2)
+    call = Bodies(app, settings)({"type": "http", "path": "/", "headers": []}, receive, send)
+    if in_time:
+        asyncio.run(call)
+    else:
+        with pytest.raises(ApiError) as raised:
+            asyncio.run(call)
+        assert raised.value.status_code == 408

@@ -97,3 +97,21 @@ def test_states_that_are_too_large_are_not_kept():
     tree.keep(np.zeros(20, np.int64), "", "state", 11)
     assert tree.find(np.zeros(30, np.int64), "") == (0, None, None)
     assert prefixes.SHORTEST == 16  # what the pieces of this file are made for
+
+
+def test_a_state_that_was_found_is_dropped_after_others():
+    tree = Prefixes(2 * STATE + STATE // 2)
+    a, b, c = (np.full(20, token) for token in range(3))
+    tree.keep(a, "", "a", STATE)
+    tree.keep(b, "", "b", STATE)
+    assert tree.find(np.append(a, 9), "")[1] == "a"
+    tree.keep(c, "", "c", STATE)
+    assert [tree.find(np.append(x, 9), "")[1] for x in (a, b, c)] == ["a", None, "c"]
+
+
+def test_no_state_is_wanted_close_behind_one_that_is_kept():
+    tree, a = Prefixes(10**9), np.zeros(20, np.int64)
+    tree.keep(a, "", "a", 1)
+    tree.keep(np.append(a, [1] * 20), "", "b", 1)
+    for more, parts in ((15, None), (16, 36)):
+        assert tree.find(np.concatenate([a, [1] * more, [2]]), "") == (20, "a", parts)

@@ -9,8 +9,11 @@ from commands import error
 from pydantic import ValidationError
 
 from unrolled import demo_models
+from unrolled.serving import opening
+from unrolled.serving.model import Limits
 from unrolled.serving.opening import Options
 from unrolled.serving.ray import Arguments
+from unrolled.serving.states import untold
 
 
 @pytest.mark.parametrize("arguments", [["--demo"], [demo_models.path("text"), "--states", "memory:"]])
@@ -65,3 +68,30 @@ def test_the_app_refuses_a_memory_of_its_own() -> None:
         ValidationError, match="most_replicas is 2, but must be at least replicas, which is 3"
     ):
         Arguments(folders=[Path("a")], states="b", replicas=3, most_replicas=2)
+
+
+def test_every_option_reaches_what_it_is_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    opened: dict[str, dict[str, Any]] = {}
+    monkeypatch.setattr(opening, "open_model", lambda folder, **options: opened.update(model=options))
+    monkeypatch.setattr(opening, "open_store", lambda url, **options: opened.update(store=options))
+    (tmp_path / "keys").write_text("secret\n")
+    given: dict[str, Any] = {
+        "folders": ["a"], "states": "x", "name": "mine", "host": "::1", "port": 9, "weights": "int8", "rows": 2,
+        "memory": 3, "queue": 4, "timeout": 5.0, "ttl": 7_200.0, "state_bytes": 6, "state_memory": 7,
+        "deterministic": True, "keys": tmp_path / "keys", "rate": "8/minute", "origin": "http://page",
+    }  # fmt: skip
+    assert given.keys() == Options.model_fields.keys()
+    options = Options(**given)
+    options.models(threads=10)
+    assert opened["model"] == {
+        "name": "mine",
+        "weights": "int8",
+        "limits": Limits(rows=2, memory=3, queue=4, threads=10),
+        "deterministic": True,
+    }
+    states = options.open_states()
+    assert opened["store"] == {"state_bytes": 6, "ttl": 7_200.0 + untold(7_200.0)}
+    assert (states._recent, states._most) == (untold(7_200.0), 7)
+    settings = options.settings()
+    assert (settings.host, settings.port, settings.keys, settings.rate) == ("::1", 9, ("secret",), "8/minute")
+    assert (settings.origin, settings.timeout) == ("http://page", 5.0)

@@ -10,7 +10,7 @@ from corpora import story, write_corpus
 from torch.nn.functional import cross_entropy
 
 from unrolled import data, models
-from unrolled.contract import IGNORED, Batch
+from unrolled.contract import IGNORED, Batch, UnsupportedError
 from unrolled.data import BaseDataset
 from unrolled.training import TrainConfig, evaluate, evaluate_positions
 from unrolled.training.positions import _mean
@@ -78,6 +78,32 @@ def test_packed_sequences_are_read_in_segments_too(tmp_path):
     dataset = data.load("tokens", path=str(folder), length=32, documents="separate")
     model = small(dataset, **ATTENTION | {"max_length": 32})
     assert in_segments(model, dataset, [(0, 32), (8, 20)], segment=8) == 8
+
+
+def padded(kind: str, beneath: int = 0) -> tuple[torch.nn.Module, SimpleNamespace]:
+    """A model, and one batch whose first row begins with padding, where there are these inputs and targets."""
+    model = small(data.load("copy", length=12, n_symbols=3, val_size=10), kind, **FIELDS[kind])
+    ids = torch.randint(1, 3, (2, 9), generator=torch.Generator().manual_seed(0))
+    padding = torch.zeros(2, 8, dtype=torch.bool)
+    padding[0, :3] = True
+    inputs, targets = (x.masked_fill(padding, beneath) for x in (ids[:, :-1], ids[:, 1:]))
+    return model, SimpleNamespace(eval_batches=lambda size: iter([Batch(inputs, targets, padding)]))
+
+
+@pytest.mark.parametrize("segment", [None, 3])
+@pytest.mark.parametrize("kind", ["decoder", "recurrent_lm"])
+def test_padding_is_neither_read_nor_predicted(kind, segment):
+    config = replace(CONFIG, segment=segment)
+    (score,) = evaluate_positions(*padded(kind), config, [(0, 8)])
+    assert (score.windows, score.targets) == (2, 13)
+    assert score.loss == pytest.approx(evaluate(*padded(kind), TrainConfig()), rel=1e-12)
+    assert score.loss == pytest.approx(evaluate(*padded(kind), replace(TrainConfig(), segment=3)), rel=1e-12)
+    assert evaluate_positions(*padded(kind, beneath=1), config, [(0, 8)]) == [score]
+
+
+def test_the_places_of_a_model_that_predicts_at_the_end_are_not_known_with_padding():
+    with pytest.raises(UnsupportedError, match="PerceiverAR predicts the last valid tokens only"):
+        evaluate_positions(*padded("perceiver_ar"), CONFIG, [(0, 8)])
 
 
 def in_segments(

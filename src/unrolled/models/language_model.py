@@ -4,6 +4,7 @@ from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
 from torch import Tensor, nn
 
+from unrolled.contract import IGNORED
 from unrolled.models.checks import check_ids
 from unrolled.models.embeddings import PixelEmbedding
 from unrolled.models.heads import Head
@@ -88,6 +89,10 @@ class LanguageModel(SavedModel, Generic[State]):
         """
         check_ids("inputs", inputs, self.n_ids, self.embedding.weight)
         return self.head.loss(self.read_all(inputs, **masks), targets, masks.get("key_padding_mask"))
+
+    def predicted(self, targets: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Replace the targets `[B,T]` at padding, which the loss does not cover, by -100."""
+        return targets if key_padding_mask is None else targets.masked_fill(key_padding_mask, IGNORED)
 
     def loss_from(
         self, inputs: Tensor, targets: Tensor, state: State, *, key_padding_mask: Tensor | None = None

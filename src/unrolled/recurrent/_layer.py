@@ -175,7 +175,7 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
         if torch.compiler.is_compiling():
             return False
         layer = getattr(self, "input_proj", None)  # a cell may project in another way
-        return type(layer) is nn.Linear and not changed([layer])
+        return type(layer) is nn.Linear and layer.bias is not None and not changed([layer])
 
     @property
     def _weight(self) -> Tensor:

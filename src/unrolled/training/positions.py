@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unrolled.contract import IGNORED, Batch, Dataset
+from unrolled.contract import IGNORED, Batch, Dataset, UnsupportedError
 from unrolled.models.heads import token_nll
 from unrolled.training.config import TrainConfig
-from unrolled.training.evaluation import evaluating
+from unrolled.training.evaluation import evaluating, only_predicted
 from unrolled.training.interfaces import Trainable
 from unrolled.training.segments import pieces
 
@@ -56,7 +56,8 @@ def evaluate_positions(
     one text count as independent.
 
     Args:
-        model: maps tokens [B,T] to logits [B,n,V] of the last n positions.
+        model: maps tokens [B,T] to logits [B,n,V] of the last n positions. Where batches have padding, it
+            takes a `key_padding_mask`, and n is T; padding counts as a position, but has no target.
         dataset: all of its `eval_batches` are evaluated; `config.eval_batches` is ignored.
         config: batch size, precision and segment; with a segment, the model also has `init_state` and
             `prefill`, as an `unrolled.models.LanguageModel`.
@@ -67,6 +68,7 @@ def evaluate_positions(
 
     Raises:
         ValueError: there is no range, the validation split is empty, or no range has a target.
+        UnsupportedError: a batch has padding, and the model predicts at the end only.
     """
     if not ranges:
         raise ValueError("ranges is empty, but must have at least one range")
@@ -89,22 +91,30 @@ def evaluate_positions(
 
 def _judged(model: Any, batch: Batch, config: TrainConfig, device: torch.device) -> Tensor:
     """Judge the last n positions of each row: is there a target, its loss, is it the likeliest; `[B,n,3]`."""
+    batch = only_predicted(model, batch)
     length = batch.inputs.numel() if config.segment is None else config.segment
     parts: list[Tensor] = []
     for piece in pieces(batch, length):
         inputs, targets = piece.inputs.to(device), piece.targets.to(device)
+        padding = None if piece.key_padding_mask is None else piece.key_padding_mask.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
             if piece.cu_seqlens is not None:
                 parts.append(_judge(model(inputs, cu_seqlens=piece.cu_seqlens.to(device)), targets))
             elif inputs.shape[1] <= length:
-                parts.append(_judge(model(inputs), targets))
+                logits = model(inputs, **({} if padding is None else {"key_padding_mask": padding}))
+                if padding is not None and logits.shape[1] < inputs.shape[1]:
+                    raise UnsupportedError(
+                        f"{type(model).__name__} predicts the last valid tokens only, whose positions are "
+                        "not known: evaluate rows without padding"
+                    )
+                parts.append(_judge(logits, targets))
             else:
                 state = model.init_state(len(inputs))
-                for some, wanted in zip(
-                    torch.split(inputs, length, dim=1), torch.split(targets, length, dim=1), strict=True
-                ):
-                    logits, state = model.prefill(some, state)
-                    parts.append(_judge(logits, wanted))
+                for at in range(0, inputs.shape[1], length):
+                    part = slice(at, at + length)
+                    masks = {} if padding is None else {"key_padding_mask": padding[:, part]}
+                    logits, state = model.prefill(inputs[:, part], state, **masks)
+                    parts.append(_judge(logits, targets[:, part]))
     return torch.cat(parts, dim=1).reshape(len(batch.inputs), -1, 3)
 
 
