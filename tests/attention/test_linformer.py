@@ -247,3 +247,12 @@ def test_layers_share_only_where_they_say_so_and_are_alike():
 def test_the_mean_of_a_long_window_of_half_precision_is_finite():
     x = torch.full((1, 512, 1, 1), 600.0, dtype=torch.float16)
     assert torch.equal(MeanPooling(2, 512)(x), torch.full((1, 2, 1, 1), 600.0, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("projection", ["mean", "max", "convolution"])
+def test_windows_count_valid_tokens_wherever_padding_is(projection):
+    module = LinformerAttention(8, 2, rank=4, max_length=8, projection=projection).double()
+    x = torch.randn(1, 8, 8, dtype=torch.float64)
+    for padding in (torch.arange(8) < 3, torch.arange(8) % 2 == 0):
+        found = module(x, key_padding_mask=padding.unsqueeze(0))[:, ~padding]
+        torch.testing.assert_close(found, module(x[:, ~padding]))

@@ -83,3 +83,11 @@ def test_sizes_begin_between_their_bounds():
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         Mamba2(8, 4, causal=True, **options)
+
+
+def test_without_a_convolution_silu_is_applied_to_queries_keys_and_values():
+    with_identity, without = Mamba2(8, 2, causal=True), Mamba2(8, 2, causal=True, conv=None)
+    weights = with_identity.state_dict()
+    without.load_state_dict({name: weights[name] for name in without.state_dict()})
+    x = torch.randn(2, 6, 8)
+    torch.testing.assert_close(without(x), with_identity(x))

@@ -74,3 +74,12 @@ def test_rotary_positions_are_refused():
 def test_options_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         RWKV7(8, 2, causal=True, **options)
+
+
+def test_a_state_is_continued_with_a_convolution():
+    module = RWKV7(8, 2, causal=True, conv=3).double()
+    x = torch.randn(2, 6, 8, dtype=torch.float64)
+    first, state = module.prefill(x[:, :3], module.init_state(2))
+    second, state = module.prefill(x[:, 3:5], state)
+    third, _ = module.step(x[:, 5], state)
+    torch.testing.assert_close(torch.cat([first, second, third.unsqueeze(1)], 1), module(x))

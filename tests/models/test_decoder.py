@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from small_models import small_model
 from torch import nn
 
 from models.kit import VOCAB, assert_same, randomised, read, tokens_of
@@ -367,3 +368,11 @@ def test_blocks_of_other_kinds_need_a_feed_forward_layer():
         DecoderConfig(VOCAB, d_model=8, n_heads=2, d_ff=0, reversible=True)
     with pytest.raises(ValueError, match="d_ff is 0, but must be at least 1 in this model"):
         EncoderDecoder(EncoderDecoderConfig(VOCAB, d_model=8, n_heads=2, d_ff=0))
+
+
+def test_a_loss_that_continues_a_state_leaves_out_padding():
+    model = small_model("decoder").eval()
+    ids = torch.arange(12).view(2, 6) % 5
+    padding = torch.tensor([[False] * 4 + [True] * 2, [False] * 6])
+    found, _ = model.loss_from(ids, ids, model.init_state(2), key_padding_mask=padding)
+    torch.testing.assert_close(found, model.loss(ids, ids, key_padding_mask=padding))

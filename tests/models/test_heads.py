@@ -161,3 +161,17 @@ def test_autocast_does_not_round_the_mixture():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         under_autocast = head.nll(hidden, target)
     assert torch.equal(under_autocast, head.nll(hidden, target))
+
+
+@pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_are_called_with_many_levels_too(hook):
+    head, called = head_of_many_levels("no bias"), []
+    getattr(head.project, hook)(lambda module, *gradients: called.append(module))
+    head.loss(torch.randn(4, 8, requires_grad=True), torch.randint(LARGE, (4,))).backward()
+    assert called == [head.project]
+
+
+def test_hooks_of_the_head_itself_are_called_with_many_levels_too():
+    head = head_of_many_levels("no bias")
+    head.register_forward_hook(lambda module, inputs, logits: 0 * logits)
+    assert head.loss(torch.randn(4, 8), torch.randint(LARGE, (4,))).item() == pytest.approx(math.log(LARGE))

@@ -91,3 +91,11 @@ def test_intersection_over_union():
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(model.weight)
     assert intersection_over_union(model, OneBatch(), 1) == 2 / 5
+
+
+def test_blocks_run_again_in_the_backward_pass_if_asked():
+    model, calls = small_model("segmenter").train(), []
+    model.stack.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    model.gradient_checkpointing = True
+    model(torch.randn(1, 6, 4)).sum().backward()
+    assert len(calls) == 2

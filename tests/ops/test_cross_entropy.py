@@ -163,3 +163,26 @@ def test_it_never_holds_all_logits(monkeypatch):
     linear_cross_entropy(x[:9], weight, None, target[:9]).backward()
     peak = memory.peak(lambda: linear_cross_entropy(x, weight, None, target).backward())
     assert peak < rows * levels * 4 / 3
+
+
+def test_the_gradient_of_the_bias_is_summed_in_single_precision():
+    x, weight, bias = torch.zeros(10, D), torch.zeros(V, D), torch.zeros(V, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        linear_cross_entropy(x, weight, bias, torch.zeros(10, dtype=torch.long)).backward()
+    of_each = torch.tensor(1 / V, dtype=torch.bfloat16).float()
+    torch.testing.assert_close(bias.grad[1:], of_each.expand(V - 1))
+
+
+def test_autocast_does_not_round_double_precision():
+    *inputs, target = arguments()
+    expected = with_gradients(linear_cross_entropy(*inputs, target), inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(*inputs, target)
+    assert all(map(torch.equal, with_gradients(loss, inputs), expected))
+
+
+def test_there_may_be_a_single_row_without_a_batch():
+    x, weight, bias, target = arguments()
+    rows, targets = x.flatten(0, -2), target.flatten()
+    found = linear_cross_entropy(rows[0], weight, bias, targets[0])
+    torch.testing.assert_close(found, linear_cross_entropy(rows[:1], weight, bias, targets[:1]))

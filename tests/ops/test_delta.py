@@ -210,3 +210,27 @@ def test_a_step_requires_unit_keys_too():
     q, k, v, beta, _, state = (x.detach() for x in rule_inputs())
     with pytest.raises(ValueError, match="k has a key of length 2"):
         delta_rule_step(q[:, 0], 2 * k[:, 0], v[:, 0], beta[:, 0], state)
+
+
+def test_negative_rates_are_refused():
+    q, k, v, *_ = rule_inputs()
+    with pytest.raises(ValueError, match=r"beta is from -0.5 to -0.5, but must be in \[0, 2\]"):
+        delta_rule(q, k, v, torch.full((2, 9, 2), -0.5))
+
+
+def test_nan_in_padded_queries_reaches_no_gradient():
+    q, k, v, beta, *_ = rule_inputs()
+    padding = torch.zeros(2, 9, dtype=torch.bool)
+    padding[0, 5:] = True
+    q = q.detach().masked_fill(padding[..., None, None], torch.nan).requires_grad_()
+    o, _ = delta_rule(q, k, v, beta, key_padding_mask=padding)
+    found = torch.autograd.grad(o[~padding].sum(), [q, k, v, beta])
+    assert all(x.isfinite().all() for x in found)
+
+
+@pytest.mark.parametrize("name", ["beta", "log_decay"])
+def test_what_is_no_tensor_is_named(name):
+    q, k, v, beta, *_ = rule_inputs()
+    given = {"beta": beta, name: [0.5], "key_padding_mask": torch.zeros(2, 9, dtype=torch.bool)}
+    with pytest.raises(ValueError, match=f"{name} is a list, but must be a tensor"):
+        delta_rule(q, k, v, **given)

@@ -65,3 +65,9 @@ def test_what_torch_makes_by_default_does_not_matter():
         torch.manual_seed(0)
         found = Dropout(0.3)(x)
     assert torch.equal(found, expected)
+
+
+def test_in_place_it_changes_what_it_is_given():
+    x = torch.ones(50)
+    assert Dropout(0.5, inplace=True)(x) is x
+    assert (x == 0).any()

@@ -278,3 +278,21 @@ def test_steps_continue_what_the_kernels_began():
         o, state = module.step(token, state)
         rest.append(o)
     torch.testing.assert_close(torch.cat([first, torch.stack(rest, 1)], 1), whole)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("backend", ["native", "plain"])
+@pytest.mark.parametrize("size", [(1, 60), (60, 1)])
+def test_keys_of_one_packed_sequence_do_not_scale_those_of_another(causal, backend, size):
+    """The exponents of the two differ by far more than fp32 can hold."""
+    q, k, v, *_ = inputs((1, 12, 12, 2, 2, 9, 5, 20), torch.float32, 0)
+    k[:, :6] *= size[0]
+    k[:, 6:] *= size[1]
+    bounds = torch.tensor([0, 6, 12], dtype=torch.int32)
+    with prefer(backend):
+        found, _ = favor_attention(q, k, v, feature_map(), causal=causal, cu_seqlens=bounds)
+        alone = [
+            favor_attention(*(x[:, part] for x in (q, k, v)), feature_map(), causal=causal)[0]
+            for part in (slice(6), slice(6, None))
+        ]
+    torch.testing.assert_close(found, torch.cat(alone, 1))

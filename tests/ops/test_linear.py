@@ -433,3 +433,14 @@ def test_a_divisor_next_to_nothing_leaves_gradients_finite(exponent, backend):
     assert torch.isfinite(torch.stack(torch.autograd.grad(o.square().sum(), [q, k]))).all()
     expected = v.detach() if exponent > -71.4 else torch.zeros_like(v)
     torch.testing.assert_close(o, expected)
+
+
+def test_a_map_that_derives_from_another_is_applied_itself():
+    class Shifted(Elu):
+        def phi(self, x):
+            return 2 + super().phi(x)
+
+    phi = Shifted(3)
+    q, k, v = (torch.randn(2, 9, 2, 3) for _ in range(3))
+    found = linear_attention(q, k, v, feature_map=phi)
+    assert torch.equal(found, linear_attention(phi.phi_q(q), phi.phi_k(k), v))

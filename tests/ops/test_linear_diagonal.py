@@ -277,3 +277,13 @@ def test_wrong_input_is_named(change, message):
     right = {"q": torch.zeros(1, 4, 2, 3), "k": torch.zeros(1, 4, 2, 3), "v": torch.zeros(1, 4, 2, 5)}
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         diagonal_linear_attention(**{**right, "log_decay": torch.zeros(1, 4, 2, 3), **change})
+
+
+@pytest.mark.parametrize(("T", "S"), [(4, 3), (9, 3), (3, 4), (3, 9)])
+def test_the_last_query_is_aligned_with_the_last_key(T, S):
+    q, k, v, log_decay, state = random_inputs(T, S)
+    gates = log_decay[..., :1].expand_as(log_decay)
+    before = LinearState(state, torch.zeros_like(state[..., 0]))
+    expected = linear_attention(q, k, v, causal=True, log_decay=gates[..., 0], state=before, normalize=False)
+    for form in (diagonal_linear_attention, diagonal_linear_attention_reference):
+        torch.testing.assert_close(form(q, k, v, gates, state=state), expected)

@@ -13,7 +13,15 @@ from unrolled.ops.dplr import dplr
 from unrolled.ops.gla import diagonal_linear_attention
 from unrolled.ops.linear import linear_attention
 from unrolled.ops.masks import causal_mask, packed_mask, padding_mask
-from unrolled.ops.packing import length_buckets, pack, pack_padded, pad_packed, put_tokens, unpack
+from unrolled.ops.packing import (
+    length_buckets,
+    pack,
+    pack_padded,
+    pad_packed,
+    put_tokens,
+    unpack,
+    valid_tokens_first,
+)
 from unrolled.ops.positions import positions_from_cu_seqlens, positions_from_padding, rotary, sinusoidal
 
 lengths_lists = st.lists(st.integers(0, 20), min_size=1, max_size=8)
@@ -145,3 +153,21 @@ def test_wrong_input_is_refused():
         pack([])
     with pytest.raises(ValueError, match=r"lengths has dtype torch.float32"):
         padding_mask(torch.rand(3))
+
+
+def test_padding_has_the_number_of_valid_tokens_before_it_as_its_position():
+    padding = torch.tensor([[True, True, False, False], [False, True, False, True]])
+    assert positions_from_padding(padding).tolist() == [[0, 0, 0, 1], [0, 1, 1, 2]]
+
+
+def test_gaps_are_closed_by_zeros_and_opened_again():
+    x = torch.tensor([[torch.inf, 1.0, torch.nan, 2.0], [3.0, torch.nan, 4.0, 5.0]])
+    (first,), padding, back = valid_tokens_first(~x.isfinite(), x)
+    assert first.tolist() == [[1, 2, 0, 0], [3, 4, 5, 0]]
+    assert padding.tolist() == [[False, False, True, True], [False, False, False, True]]
+    assert torch.equal(back(first), torch.tensor([[0.0, 1, 0, 2], [3, 0, 4, 5]]))
+
+
+def test_no_more_numbers_are_rotated_than_there_are():
+    x, positions = torch.randn(1, 3, 2, 4, dtype=torch.float64), torch.arange(3).unsqueeze(0)
+    assert torch.equal(rotary(x, positions, dim=8), rotary(x, positions))

@@ -263,3 +263,11 @@ def test_a_non_local_block_and_memories_say_so():
         for call in calls:
             with pytest.raises(UnsupportedError, match="that processes share"):
                 call()
+
+
+def test_a_mask_of_pairs_is_refused():
+    module, x = sequence_ranks.mechanism("softmax"), sequence_ranks.inputs()[:, :5]
+    mask = torch.ones(5, 5, dtype=torch.bool)
+    module(x, attn_mask=mask)
+    with sequence.use(Meeting(2).of(0)), pytest.raises(UnsupportedError, match="attention with an attn_mask"):
+        module(x, attn_mask=mask)

@@ -374,3 +374,9 @@ def test_a_mask_keeps_its_precision(dtype, autocast):
     expected = softmax_attention(q.double(), k.double(), v.double(), attn_mask=mask.double())
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.02)
+
+
+def test_a_mask_of_five_axes_is_refused():
+    q, k, v = leaves(2, 5, 5, 4, 2)
+    with pytest.raises(ValueError, match=r"attn_mask has shape \[1, 1, 1, 5, 5\], but must broadcast to"):
+        softmax_attention(q, k, v, attn_mask=torch.ones(1, 1, 1, 5, 5, dtype=torch.bool))

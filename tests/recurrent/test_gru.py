@@ -1,6 +1,8 @@
+import pytest
 import torch
 from agreement import assert_same_gradients
 
+from unrolled.recurrent import load
 from unrolled.recurrent.gru import GRU
 from unrolled.recurrent.gru_reset_before import GRUResetBefore
 
@@ -41,3 +43,15 @@ def test_where_nothing_is_carried_over_the_two_cells_agree_and_else_they_do_not(
     x = torch.randn(2, 7, 3, dtype=torch.float64)
     torch.testing.assert_close(before(x)[:, 0], after(x)[:, 0])
     assert (before(x) - after(x))[:, 1:].abs().amax() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["gru", "lstm", "rnn"])
+def test_autocast_does_not_reach_the_recurrence(name):
+    layer = load(name)(3, 5)
+    x, state = torch.randn(2, 7, 3), layer.init_state(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, last = layer.prefill(x, state)
+        for t in range(7):
+            _, state = layer.step(x[:, t], state)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(tuple(last), tuple(state))

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import torch
 from planned import decoder
+from small_models import small_model
 
 from unrolled.contract import UnsupportedError
 from unrolled.data import Vocabulary
@@ -166,3 +167,12 @@ def test_a_model_that_must_read_a_prompt_at_once_is_refused(tmp_path):
     TEXT.attach(PerceiverAR(config)).save(tmp_path)
     with pytest.raises(UnsupportedError, match="a Perceiver AR, which must read a prompt in one call"):
         open_model(tmp_path)
+
+
+@torch.no_grad()
+def test_a_state_that_has_read_all_positions_is_taken():
+    model = small_model("decoder", positions="learned", max_length=8).eval()
+    runner = ModelRunner(model)
+    _, state = runner.read(torch.arange(8) % 5, runner.empty(), "none")
+    taken = runner.state(runner.tensors(state), 8)
+    assert int(taken.position) == 8

@@ -226,3 +226,13 @@ def test_tensorboard_gets_what_the_log_gets(tmp_path):
     logged = [x for x in read_log(tmp_path / "log.jsonl") if x["event"] == "eval"]
     assert [x.step for x in events.Scalars("eval/loss")] == [x["step"] for x in logged]
     assert json.loads((tmp_path / "config.json").read_text()) == {"width": 16, "dropout": 0.2}
+
+
+def test_an_infinite_validation_loss_stops(tmp_path):
+    class Overflows(StandIn):
+        def loss(self, inputs, targets):
+            return super().loss(inputs, targets) * (1.0 if self.training else math.inf)
+
+    with pytest.raises(FloatingPointError, match="the validation loss after step 3 is inf: lower lr"):
+        run(tmp_path, model=Overflows())
+    assert not (tmp_path / "model.safetensors").exists()

@@ -193,3 +193,14 @@ def test_trains_outside_the_main_thread(tmp_path):
     thread.start()
     thread.join()
     assert read_log(tmp_path / "log.jsonl")[-1]["step"] == 2
+
+
+def test_the_best_model_of_a_run_that_has_ended_is_not_outdated(tmp_path):
+    class Worsens(StandIn):
+        def loss(self, inputs, targets):
+            return super().loss(inputs, targets) + (0.0 if self.training else float(self.calls))
+
+    run(tmp_path, model=Worsens())
+    best = (tmp_path / "model.safetensors").read_bytes()
+    run(tmp_path, model=Worsens(), outdated=["model.safetensors"])
+    assert (tmp_path / "model.safetensors").read_bytes() == best

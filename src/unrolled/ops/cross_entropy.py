@@ -44,7 +44,7 @@ def linear_cross_entropy(
     """
     cast = autocast_dtype(x.device)
     dtype = x.dtype if cast is None or x.dtype == torch.float64 else cast
-    x, target = x.flatten(0, -2), target.flatten()
+    x, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     if transforming():
         return _plain(x, weight, bias, target, dtype, smoothing)[0]
     recording = torch.is_grad_enabled()

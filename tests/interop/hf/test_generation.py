@@ -233,3 +233,17 @@ def test_stop_strings_end_each_row_where_they_appear(options):
         assert found[0] == whole[0][: whole[0].index(stop, 2) + 2]
     with pytest.raises(UnsupportedError, match="position_ids is given"):
         model(given.input_ids, position_ids=given.attention_mask)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["linear", "softmax"])
+def test_a_mask_holds_although_its_padding_has_ids_of_the_vocabulary(name, ids):
+    """The `pad_token_id` is outside the vocabulary, and no token is equal to it."""
+    model = make(name)
+    model.generation_config.pad_token_id = 99
+    padded = torch.cat([ids[:, :2], ids], 1)
+    mask = (torch.arange(9) >= 2).long().expand(2, -1)
+    found = model(padded, attention_mask=mask).logits[:, 2:]
+    torch.testing.assert_close(found, model(ids).logits)
+    out = generate(model, padded, attention_mask=mask)
+    torch.testing.assert_close(out.logits, generate(model, ids).logits)

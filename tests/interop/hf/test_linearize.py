@@ -19,6 +19,7 @@ from unrolled.attention.retention import log_gamma, retention_reference
 from unrolled.contract import UnsupportedError
 from unrolled.interop import hf
 from unrolled.interop.hf.linearized_attention import LinearizedAttention, padding_of
+from unrolled.ops.state import leaves
 from unrolled.testing._kit import assert_identical, with_gradients
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -318,7 +319,7 @@ def test_unreadable_folders_are_refused(tmp_path):
     refuses("is not a readable safetensors file")
     file.rename(tmp_path / "pytorch_model.bin")
     refuses(r"has no model\.safetensors")
-    refuses("not the folder of a model", tmp_path.parent)
+    refuses("cannot be read as a model of transformers", tmp_path.parent)
 
 
 @pytest.mark.parametrize(("name", "sentence"), [("some/name", "could be fetched"), ("a b", "nor the name")])
@@ -481,3 +482,46 @@ def test_a_linearized_model_is_exported_with_a_mask():
     torch.testing.assert_close(found[mask == 1], expected[mask == 1])
     with pytest.raises(UnsupportedError, match="position_ids may be those of packed sequences"):
         torch.export.export(model, (), {"input_ids": ids, "use_cache": False}, strict=False)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_replaced_layers_are_in_the_mode_of_the_model(mode):
+    linear = hf.linearize(make("llama").train(mode))
+    assert {module.training for module in linear.modules()} == {mode}
+
+
+def test_no_states_are_made_in_training():
+    linear, given = hf.linearize(make("llama")), inputs("llama")
+    assert linear.train()(**given).past_key_values is None
+    assert isinstance(linear.eval()(**given).past_key_values, hf.StateCache)
+
+
+@torch.no_grad()
+def test_a_single_padded_token_leaves_the_state_of_its_row():
+    linear, given = hf.linearize(make("llama")), inputs("llama")
+    cache = linear(**given, use_cache=True).past_key_values
+    before = [x[0].clone() for x in leaves(cache.layers[0].state).values()]
+    mask = torch.cat([given["attention_mask"], torch.tensor([[0], [1]])], 1)
+    linear(input_ids=torch.tensor([[5], [6]]), attention_mask=mask, past_key_values=cache)
+    after = [x[0] for x in leaves(cache.layers[0].state).values()]
+    assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (None, "cannot be read as a model of transformers: "),
+        ({"model_type": [3]}, "cannot be read as a model of transformers: it has no model_type"),
+        ({"hidden_size": "x"}, "cannot be read as a model of transformers: "),
+        ({"num_attention_heads": 0}, "cannot be read as a model of transformers: "),
+        ({"architectures": ["LlamaConfig"]}, "has the class 'LlamaConfig', which is no model of"),
+        ({"unrolled_attention": [1]}, "unrolled_attention in the config of .* is damaged"),
+        ({"unrolled_attention": {"0": {}}}, "unrolled_attention in the config of .* is damaged"),
+    ],
+)
+def test_a_damaged_config_is_named(changes, message, tmp_path):
+    hf.linearize(make("llama")).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(None if changes is None else config | changes))
+    with pytest.raises(ValueError, match=message):
+        hf.load_linearized(tmp_path)

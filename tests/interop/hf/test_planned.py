@@ -167,3 +167,10 @@ def test_a_compiled_model_has_no_graph_breaks():
     model = make()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(prompts()).logits, model(prompts()).logits)
+
+
+def test_the_cache_that_generate_returns_holds_no_plan(model, steps):
+    out = model.generate(prompts(), max_new_tokens=N, min_new_tokens=N, return_dict_in_generate=True)
+    assert steps
+    assert out.past_key_values.only.plan is None
+    assert isinstance(out.past_key_values.only.latest, DecoderState)

@@ -118,3 +118,13 @@ def test_smoothed_labels_are_those_of_the_next_token(tmp_path):
         logits = model(ids).logits
     expected = cross_entropy(logits[0, :-1], ids[0, 1:], label_smoothing=0.1)
     assert float(found) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [hf.UnrolledForCausalLM, hf.UnrolledForMaskedLM])
+def test_a_batch_whose_labels_are_all_at_padding_adds_no_loss(kind):
+    row = Counting()[2]
+    ids, mask = row["input_ids"].unsqueeze(0), row["attention_mask"].unsqueeze(0)
+    labels = torch.full_like(ids, -100)
+    labels[0, 1] = 3
+    found = make(kind=kind)(ids, attention_mask=mask, labels=labels, num_items_in_batch=5)
+    assert found.loss == 0

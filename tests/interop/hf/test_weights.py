@@ -349,3 +349,12 @@ def test_a_folder_without_the_pooler_is_read(tmp_path):
     save_file(rest, tmp_path / "model.safetensors", metadata={"format": "pt"})
     tokens, _ = batch(valid=(20, 20))
     torch.testing.assert_close(import_weights(tmp_path)(tokens), original(tokens).last_hidden_state)
+
+
+def test_a_pooler_that_is_needed_may_not_be_missing(tmp_path):
+    hugging_face("Bert", "ForSequenceClassification").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["bert.pooler.dense.bias"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 1 tensors of a BertForSequenceClassification, .*pooler"):
+        import_weights(tmp_path)

@@ -178,7 +178,9 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
         if not isinstance(pad, int) or 0 <= pad < self.model.n_ids:
             return padding
         also = any_padding(input_ids == pad)
-        return also if padding is None or also is None else also | padding
+        if padding is None or also is None:
+            return padding if also is None else also
+        return also | padding
 
     def _loss(self, logits: Tensor, labels: Tensor, padding: Tensor | None, n_items: Count) -> Tensor:
         # Labels at padding, and of the first token after padding, are not predicted.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from inspect import signature
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -27,6 +27,7 @@ from unrolled.interop.hf.cache import StateCache, StateLayer
 from unrolled.interop.hf.families import FAMILIES, class_name, is_softmax_attention, parts_of
 from unrolled.interop.hf.hub import folder_of
 from unrolled.interop.hf.linearized_attention import LinearizedAttention
+from unrolled.interop.hf.weights import attempt
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 RECORD = "unrolled_attention"
@@ -118,24 +119,23 @@ def load_linearized(path: str | Path) -> PreTrainedModel:
         ValueError: there is no such model, it was not linearized, or a file is missing or damaged.
     """
     folder = _folder(path)
-    try:
-        values, _ = PreTrainedConfig.get_config_dict(folder)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not the folder of a model of transformers: {error}") from error
-    if "model_type" not in values:
-        raise ValueError(f"{path} is not the folder of a model of transformers: it has no config of one")
+    values = read_config(folder)
     record = values.pop(RECORD, None)
     if not record:
         raise ValueError(f"{path} was not linearized: load it with from_pretrained")
+    if not _is_record(record):
+        raise ValueError(f"{RECORD} in the config of {path} is damaged")
     original = values.pop(ORIGINAL_TYPE, values["model_type"])
     if original not in transformers.CONFIG_MAPPING:
         raise ValueError(f"{path} has the type {original!r}, which transformers does not have")
-    config = transformers.CONFIG_MAPPING[original].from_dict(values | {"model_type": original})
+    values["model_type"] = original
+    config = attempt(path, lambda: transformers.CONFIG_MAPPING[original].from_dict(values))
     architecture = class_name(config.architectures)
     kind = getattr(transformers, architecture, None)
-    if kind is None:
-        raise ValueError(f"{path} has the class {architecture!r}, which transformers does not have")
-    model: PreTrainedModel = kind._from_config(config, dtype=config.dtype)
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        raise ValueError(f"{path} has the class {architecture!r}, which is no model of transformers")
+    made = attempt(path, lambda: kind._from_config(config, dtype=config.dtype))  # type: ignore[no-untyped-call]
+    model: PreTrainedModel = made
     for i, done in record.items():
         linearize(model, done["attention"], [int(i)], **done["options"])
     _load_weights(model, folder)
@@ -143,6 +143,30 @@ def load_linearized(path: str | Path) -> PreTrainedModel:
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     model.train(False)
     return model
+
+
+def read_config(source: str | Path) -> dict[str, Any]:
+    """Read the `config.json` of a model of transformers.
+
+    Raises:
+        ValueError: there is no such file, or it is damaged.
+    """
+    values: dict[str, Any]
+    values, _ = attempt(source, lambda: PreTrainedConfig.get_config_dict(source))
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise ValueError(f"{source} cannot be read as a model of transformers: it has no model_type")
+    return values
+
+
+def _is_record(record: object) -> bool:
+    """Whether it is what `linearize` has written: for each layer, the mechanism and its options."""
+    return isinstance(record, dict) and all(
+        layer.isdecimal()
+        and isinstance(done, dict)
+        and isinstance(done.get("attention"), str)
+        and isinstance(done.get("options"), dict)
+        for layer, done in record.items()
+    )
 
 
 def _attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

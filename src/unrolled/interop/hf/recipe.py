@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from unrolled.contract import Dataset
 from unrolled.files import read_object, write_file
 from unrolled.folders import check_folder, writing_folder
 from unrolled.interop.hf import digest
-from unrolled.interop.hf.linearize import RECORD, linearize, linearized_layers, new_parameters
+from unrolled.interop.hf.linearize import RECORD, linearize, linearized_layers, new_parameters, read_config
 from unrolled.interop.hf.text import TokenizedText
 from unrolled.interop.hf.transfer import LanguageModel, finetune, transfer
-from unrolled.interop.hf.weights import UNREADABLE
+from unrolled.interop.hf.weights import attempt
 from unrolled.ops.options import at_least
 from unrolled.training import TrainConfig
 from unrolled.training.checkpoint import fingerprint
@@ -78,20 +78,14 @@ def run(
     """
     if Path(path).resolve() == out.resolve():
         raise ValueError(f"{out} is the model's own folder: name another one to write")
-    try:
-        config, _ = PreTrainedConfig.get_config_dict(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as a model of transformers: {error}") from error
+    config = read_config(path)
     if config.get(RECORD):
         raise ValueError(f"{path} was linearized before, but must be the model that it was made from")
-    try:
-        # In fp32, because small updates of 16-bit weights are rounded away.
-        teacher = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except UNREADABLE as error:
-        raise ValueError(
-            f"{path} cannot be read as a causal language model with a tokenizer: {error}"
-        ) from error
+    what = "a causal language model with a tokenizer"
+    # In fp32, because small updates of 16-bit weights are rounded away.
+    options = {"use_safetensors": True, "dtype": torch.float32}
+    teacher = attempt(path, lambda: AutoModelForCausalLM.from_pretrained(path, **options), what)
+    tokenizer = attempt(path, lambda: AutoTokenizer.from_pretrained(path), what)
     check_folder(out, f"this model of {path} linearized", lambda: _began_with(out, teacher), force=force)
     data = TokenizedText(files, tokenizer, length=length, val_fraction=val_fraction)
     _check_sizes(teacher, data)

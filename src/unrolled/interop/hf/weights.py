@@ -5,8 +5,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeVar, cast
 
-from safetensors import SafetensorError
-
 from unrolled.contract import UnsupportedError
 from unrolled.extras import how_to_install
 from unrolled.interop.copying import Foreign, refuse_adapters
@@ -15,8 +13,6 @@ from unrolled.interop.hf.families import class_name
 from unrolled.models import Decoder, Encoder, PerceiverIO
 
 Loaded = TypeVar("Loaded")
-UNREADABLE = (OSError, ValueError, RuntimeError, SafetensorError)
-"""What transformers raises for a model that it cannot read."""
 
 FAMILIES: dict[str, Callable[..., Decoder | Encoder | PerceiverIO]] = {
     "bert": bert.from_bert,
@@ -86,7 +82,7 @@ def _load(source: str | Path) -> object:
         transformers = import_module("transformers")
     except ImportError as error:
         raise ImportError(f"reading models needs transformers: {how_to_install('hf')}") from error
-    config = _attempt(source, lambda: transformers.AutoConfig.from_pretrained(str(source)))
+    config = attempt(source, lambda: transformers.AutoConfig.from_pretrained(str(source)))
     named = class_name(config.architectures)
     _refuse_relative(config.model_type)
     if config.model_type not in FAMILIES or not hasattr(transformers, named):
@@ -96,16 +92,24 @@ def _load(source: str | Path) -> object:
         )
     read = getattr(transformers, named).from_pretrained
     model: object
-    model, found = _attempt(source, lambda: read(str(source), use_safetensors=True, output_loading_info=True))
+    model, found = attempt(source, lambda: read(str(source), use_safetensors=True, output_loading_info=True))
     # Transformers would initialise them at random. The pooler of a `...Model` is not copied.
     if missing := sorted(name for name in found["missing_keys"] if not name.startswith("pooler.")):
         raise ValueError(f"{source} lacks {len(missing)} tensors of a {named}, the first is {missing[0]!r}")
     return model
 
 
-def _attempt(source: str | Path, read: Callable[[], Loaded]) -> Loaded:
+def attempt(source: str | Path, read: Callable[[], Loaded], what: str = "a model of transformers") -> Loaded:
+    """Call `read`, a function of transformers.
+
+    Raises:
+        ValueError: it failed; for a damaged file, transformers raises errors of many types.
+        ImportError: a library is not installed.
+    """
     try:
         return read()
-    except UNREADABLE as error:
+    except ImportError:
+        raise
+    except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{source} cannot be read as a model of transformers: {reason}") from error
+        raise ValueError(f"{source} cannot be read as {what}: {reason}") from error

@@ -22,6 +22,7 @@ from unrolled.ops.checks import (
     check_qkv,
     check_state_tensor,
     check_step,
+    check_tensor,
     may_read,
     wrong,
 )
@@ -151,6 +152,9 @@ def _prepare(
     A padded token then neither writes to the state nor decays it.
     """
     check_qkv(q, k, v, key_padding_mask, cu_seqlens)
+    check_tensor("beta", beta)
+    if log_decay is not None:
+        check_tensor("log_decay", log_decay)
     (B, T), (_, _, G, D), M = q.shape[:2], k.shape, v.shape[3]
     if k.shape[1] != T:
         like_q = f"[{B}, {T}, G, {D}] like q {list(q.shape)}"

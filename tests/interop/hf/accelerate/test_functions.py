@@ -263,3 +263,10 @@ def test_narrow_types_are_as_close_as_those_of_transformers(dtype):
         )
         assert found.dtype == dtype
         assert (found - exact).abs().max() <= 2 * (expected - exact).abs().max()
+
+
+def test_one_token_without_a_state_begins_a_sequence():
+    *inputs, state = rule_inputs(1)
+    found = run_rule(delta.recurrent_delta_rule)(*inputs, None)
+    expected = rule(*inputs, torch.zeros_like(state))
+    torch.testing.assert_close(found, tuple(x.float() for x in expected), atol=1e-6, rtol=1e-5)
