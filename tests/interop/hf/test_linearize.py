@@ -511,7 +511,10 @@ def test_a_single_padded_token_leaves_the_state_of_its_row():
     ("changes", "message"),
     [
         (None, "cannot be read as a model of transformers: "),
-        ({"model_type": [3]}, "cannot be read as a model of transformers: it has no model_type"),
+        (
+            {"model_type": [3]},
+            "cannot be read as a model of transformers: it has no config with a model_type",
+        ),
         ({"hidden_size": "x"}, "cannot be read as a model of transformers: "),
         ({"num_attention_heads": 0}, "cannot be read as a model of transformers: "),
         ({"architectures": ["LlamaConfig"]}, "has the class 'LlamaConfig', which is no model of"),

@@ -248,7 +248,7 @@ def test_weights_in_16_bits_are_trained_in_32_and_saved_in_16(folder, teacher, t
         ("{folder} {out} --attention linaer", "attention is 'linaer'"),
         ("{folder} {out} --data nowhere.txt", "nowhere.txt: No such file"),
         ("{folder} {folder}", "is the model's own folder"),
-        ("{out} {out}/new", "cannot be read as a causal language model"),
+        ("{out} {out}/new", "cannot be read as a model of transformers: it has no config"),
         (
             "{folder} {out} --feature-map elu --option feature_map=elu",
             "--feature-map and --option feature_map exclude each other",

@@ -154,7 +154,9 @@ def read_config(source: str | Path) -> dict[str, Any]:
     values: dict[str, Any]
     values, _ = attempt(source, lambda: PreTrainedConfig.get_config_dict(source))
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-        raise ValueError(f"{source} cannot be read as a model of transformers: it has no model_type")
+        raise ValueError(
+            f"{source} cannot be read as a model of transformers: it has no config with a model_type"
+        )
     return values
 
 
