@@ -117,8 +117,14 @@ def test_a_scale_changes_sections_of_a_contender_too():
             {"contenders": {"a, b": {}}},
             "the name 'a, b' in contenders of tiny.yaml has a comma, which separates names in --only",
         ),
-        ({"contenders": {"..": {}}}, "the name '..' in contenders of tiny.yaml must be that of a folder"),
-        ({"contenders": {"a/b": {}}}, "the name 'a/b' in contenders of tiny.yaml must be that of a folder"),
+        (
+            {"contenders": {"..": {}}},
+            "the name '..' in contenders of tiny.yaml is that of a folder, but begins with a dot or has",
+        ),
+        (
+            {"contenders": {"a/b": {}}},
+            "the name 'a/b' in contenders of tiny.yaml is that of a folder, but begins with a dot or has",
+        ),
         ({"published": {"sofmax": "2.1"}}, "published of tiny.yaml names 'sofmax', which is no contender"),
         (
             {"base": {"train": {"seed": 7}}},

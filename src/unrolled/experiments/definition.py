@@ -194,7 +194,10 @@ def made_of(values: Mapping[str, Any], source: Path) -> Experiment:
                 f"the name {name!r} in contenders of {source} has a comma, which separates names in --only"
             )
         if _not_in_names(name) or name.startswith("."):
-            raise ValueError(f"the name {name!r} in contenders of {source} must be that of a folder")
+            raise ValueError(
+                f"the name {name!r} in contenders of {source} is that of a folder, but begins with a dot or "
+                "has a slash"
+            )
     if unknown := sorted(values.get("published", {}).keys() - values["contenders"].keys()):
         raise ValueError(f"published of {source} names {unknown[0]!r}, which is no contender")
     for section, settings in values["base"].items():
