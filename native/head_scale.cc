@@ -15,6 +15,25 @@ namespace {
 
 constexpr Int TOKENS = 64;  // tokens of a task, over which the gradient of the weight is summed in floats
 
+// The vector at element i of a row of `n` elements, of which only those within the row exist.
+template <Type type>
+inline Vec load_part(const void* row, Int i, Int n) {
+    const char* at = (const char*)row + i * size_of(type);
+    if (__builtin_expect(n - i >= WIDTH, 1)) return load_as<type>(at);
+    float lanes[WIDTH];
+    read_row<type>(at, n - i, lanes);
+    return load(lanes);
+}
+
+template <Type type>
+inline void store_part(Vec x, void* row, Int i, Int n) {
+    char* at = (char*)row + i * size_of(type);
+    if (__builtin_expect(n - i >= WIDTH, 1)) return store_as<type>(at, x);
+    float lanes[WIDTH];
+    store(lanes, x);
+    write_row<type>(lanes, n - i, at);
+}
+
 // Tokens [from, to) of one row.
 struct Span {
     Int row, from, to;
@@ -115,6 +134,14 @@ Status backward(const HeadScale& x, const HeadScaleGradients& out, const Span& s
     for (Int h = 0; x.weight && h < x.heads; ++h)
         for (Int i = 0; i < x.width; ++i) d_weight[h * x.width + i] = row(sums, h)[i];
     return SUCCESS;
+}
+
+// Calls `f` with a type as a `Count`.
+template <typename F>
+Status with_type(int32_t type, F&& f) {
+    if (type == BFLOAT16) return f(Count<BFLOAT16>());
+    if (type == FLOAT16) return f(Count<FLOAT16>());
+    return f(Count<FLOAT32>());
 }
 
 template <typename F>

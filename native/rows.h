@@ -79,33 +79,6 @@ inline void write_row(Int type, const float* from, Int n, void* to) {
     write_row<FLOAT16>(from, n, to);
 }
 
-// The vector at element i of a row of `n` elements, of which only those within the row exist.
-template <Type type>
-inline Vec load_part(const void* row, Int i, Int n) {
-    const char* at = (const char*)row + i * size_of(type);
-    if (__builtin_expect(n - i >= WIDTH, 1)) return load_as<type>(at);
-    float lanes[WIDTH];
-    read_row<type>(at, n - i, lanes);
-    return load(lanes);
-}
-
-template <Type type>
-inline void store_part(Vec x, void* row, Int i, Int n) {
-    char* at = (char*)row + i * size_of(type);
-    if (__builtin_expect(n - i >= WIDTH, 1)) return store_as<type>(at, x);
-    float lanes[WIDTH];
-    store(lanes, x);
-    write_row<type>(lanes, n - i, at);
-}
-
-// Calls `f` with a type as a `Count`.
-template <typename F>
-inline Status with_type(int32_t type, F&& f) {
-    if (type == BFLOAT16) return f(Count<BFLOAT16>());
-    if (type == FLOAT16) return f(Count<FLOAT16>());
-    return f(Count<FLOAT32>());
-}
-
 inline const char* address(const Tensor& x, Int type, Int batch, Int token, Int head) {
     return (const char*)x.data + (batch * x.batch + token * x.token + head * x.head) * size_of(type);
 }

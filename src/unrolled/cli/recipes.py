@@ -48,7 +48,6 @@ RECIPES: dict[str, Sections] = {
     # Katharopoulos et al. 2020: linear attention in every layer, learned positions. The fields' own defaults.
     "classic": {},
     "small-lm": _with_windows("mamba2"),
-    # It recalls better, and takes longer.
     "best-lm": _with_windows("delta_net", conv=4, gated=True),
     # Linear attention and windows in turn; every pixel knows its row and its column.
     "pixels": {
