@@ -183,9 +183,9 @@ struct Rotary {
 // Heads scaled to a length: n = f(x) * length / sqrt(|f(x)|^2 + eps), y = n * weight * g(gate).
 struct HeadScale {
     int64_t rows, tokens, heads, width;
-    int32_t type, gate_type, activation, gate_function, threads;  // activation: f is silu, else the identity
+    int32_t type, gate_type, activation, gate_function, gate_first, threads;  // activation: f is silu
     float length, eps;
-    Tensor x, gate;       // [rows, tokens, heads, width]; gate.data may be null
+    Tensor x, gate;       // [rows, tokens, heads, width]; gate.data may be null, but not with gate_first
     const float* weight;  // [heads, width] or null
 };
 

@@ -2,7 +2,8 @@
 //
 //     u = f(x),   n = u * length / sqrt(|u|^2 + eps),   y = n * weight * g(gate)
 //
-// f is the identity or silu, g is silu or the logistic function. Weight and gate may be absent. The kernel is
+// f is the identity or silu, g is silu or the logistic function. Weight and gate may be absent. With
+// `gate_first`, g(gate) is a factor of u and not of y. The kernel is
 // bound by memory, so everything between reading and writing a head is in single precision, whatever the
 // types of the tensors.
 #include "functions.h"
@@ -54,17 +55,22 @@ struct Head {
     Int place;  // of its first element in a contiguous tensor
 };
 
-// Reads u, and its slope if there is a place for it. Returns |u|^2 + eps.
-template <Type type>
-inline float read_head(const HeadScale& x, const Head& head, float* u, float* slope) {
+// Reads u and, where there are places for them, its derivatives by x and by the gate. Returns |u|^2 + eps.
+template <Type type, Type gate_type>
+inline float read_head(const HeadScale& x, const Head& head, float* u, float* by_x, float* by_gate) {
     Vec total{};
     for (Int i = 0; i < x.width; i += WIDTH) {
-        Vec value = load_part<type>(head.x, i, x.width);
+        Vec value = load_part<type>(head.x, i, x.width), slope = broadcast(1);
         if (x.activation) {
             const Slope f = with_slope(SILU, value);
-            value = f.value;
-            if (slope) store(slope + i, f.slope);
+            value = f.value, slope = f.slope;
         }
+        if (x.gate_first) {
+            const Slope g = with_slope(x.gate_function, load_part<gate_type>(head.gate, i, x.width));
+            if (by_gate) store(by_gate + i, value * g.slope);
+            value *= g.value, slope *= g.value;
+        }
+        if (by_x) store(by_x + i, slope);
         store(u + i, value);
         total += value * value;
     }
@@ -79,11 +85,12 @@ Status forward(const HeadScale& x, float* y, const Span& s) {
     for (Int t = s.from; t < s.to; ++t)
         for (Int h = 0; h < x.heads; ++h) {
             const Head head(x, s, t, h);
-            const Vec factor = broadcast(x.length / __builtin_sqrtf(read_head<type>(x, head, u, nullptr)));
+            const float square = read_head<type, gate_type>(x, head, u, nullptr, nullptr);
+            const Vec factor = broadcast(x.length / __builtin_sqrtf(square));
             for (Int i = 0; i < x.width; i += WIDTH) {
                 Vec n = load(u + i) * factor;
                 if (head.weight) n *= load_first(head.weight + i, x.width - i);
-                if (head.gate)
+                if (head.gate && !x.gate_first)
                     n *= with_slope(x.gate_function, load_part<gate_type>(head.gate, i, x.width)).value;
                 store_part<FLOAT32>(n, head.in(y, FLOAT32), i, x.width);
             }
@@ -96,20 +103,21 @@ template <Type type, Type gate_type>
 Status backward(const HeadScale& x, const HeadScaleGradients& out, const Span& s, double* d_weight) {
     Workspace memory;
     const Int width = round_up(x.width);
-    float *u = memory.floats(width), *slope = memory.floats(width), *d_n = memory.floats(width);
+    float *u = memory.floats(width), *by_x = memory.floats(width), *by_gate = memory.floats(width),
+          *d_n = memory.floats(width);
     const Rows sums = {memory.zeros(x.weight ? x.heads * width : 0), width};
     if (memory.failed()) return OUT_OF_MEMORY;
     for (Int t = s.from; t < s.to; ++t)
         for (Int h = 0; h < x.heads; ++h) {
             const Head head(x, s, t, h);
-            const float square = read_head<type>(x, head, u, slope);
+            const float square = read_head<type, gate_type>(x, head, u, by_x, by_gate);
             const Vec factor = broadcast(x.length / __builtin_sqrtf(square));
             Vec total{};  // d_n . u
             for (Int i = 0; i < x.width; i += WIDTH) {
                 const Vec n = load(u + i) * factor;
                 Vec d = load_part<FLOAT32>(head.in(out.y, FLOAT32), i, x.width), weight = broadcast(1);
                 if (head.weight) weight = load_first(head.weight + i, x.width - i);
-                if (head.gate) {
+                if (head.gate && !x.gate_first) {
                     const Slope g = with_slope(x.gate_function, load_part<gate_type>(head.gate, i, x.width));
                     store_part<gate_type>(d * n * weight * g.slope, head.in(out.d_gate, gate_type), i,
                                           x.width);
@@ -126,9 +134,11 @@ Status backward(const HeadScale& x, const HeadScaleGradients& out, const Span& s
             // A change along u only changes its length, which the norm takes away.
             const Vec along = broadcast(sum(total) / square);
             for (Int i = 0; i < x.width; i += WIDTH) {
-                Vec d_u = factor * (load(d_n + i) - load(u + i) * along);
-                if (x.activation) d_u *= load(slope + i);
-                store_part<type>(d_u, head.in(out.d_x, type), i, x.width);
+                const Vec d_u = factor * (load(d_n + i) - load(u + i) * along);
+                if (x.gate_first)
+                    store_part<gate_type>(d_u * load(by_gate + i), head.in(out.d_gate, gate_type), i,
+                                          x.width);
+                store_part<type>(d_u * load(by_x + i), head.in(out.d_x, type), i, x.width);
             }
         }
     for (Int h = 0; x.weight && h < x.heads; ++h)

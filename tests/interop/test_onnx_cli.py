@@ -63,6 +63,7 @@ def test_a_folder_of_the_wrong_kind(folders, tmp_path):
         assert sentence in error(*arguments)
 
 
+@pytest.mark.slow
 def test_an_export_leaves_no_graph_of_an_earlier_one(tmp_path):
     save(tmp_path / "run", positions="none")
     works("export", tmp_path / "run", tmp_path / "out", "--int8")

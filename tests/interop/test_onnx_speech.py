@@ -23,7 +23,10 @@ from unrolled.models import Decoder, DecoderConfig
 pytest.importorskip("onnxruntime")
 
 
-@pytest.fixture(scope="module", params=["transcriber", "lstm"])
+SLOW = pytest.param("transcriber", marks=pytest.mark.slow)  # its export takes half a minute
+
+
+@pytest.fixture(scope="module", params=[SLOW, "lstm"])
 def pair(request, tmp_path_factory):
     model = make_mixed() if request.param == "transcriber" else make_lstm()
     folder = tmp_path_factory.mktemp(request.param)

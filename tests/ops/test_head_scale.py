@@ -33,16 +33,25 @@ def test_it_is_the_norms_of_torch():
     torch.testing.assert_close(gated, normed * silu(gate))
     gated = scale_heads(x, 7**0.5, 7e-3, weight=weight, gate=gate, gate_function="sigmoid")
     torch.testing.assert_close(gated, normed * gate.sigmoid())
+    gated = scale_heads(x, 7**0.5, 7e-3, weight=weight, gate=gate, gate_first=True)
+    normed = torch.stack([rms_norm((x * silu(gate))[:, :, h], [7], weight[h], 1e-3) for h in range(3)], 2)
+    torch.testing.assert_close(gated, normed)
 
 
 sizes = st.tuples(st.integers(1, 2), st.integers(0, 140), st.integers(1, 4), st.integers(1, 40))
 
 
 @settings(deadline=None)
-@given(sizes, st.booleans(), st.booleans(), st.sampled_from([None, "silu", "sigmoid"]))
-def test_the_kernel_and_its_gradients_equal_the_definition(sizes, activation, weighted, gate_function):
+@given(sizes, st.booleans(), st.booleans(), st.sampled_from([None, "silu", "sigmoid"]), st.booleans())
+def test_the_kernel_and_its_gradients_equal_the_definition(
+    sizes, activation, weighted, gate_function, gate_first
+):
     exact = inputs(*sizes)
-    options = {"activation": activation, "gate_function": gate_function or "silu"}
+    options = {
+        "activation": activation,
+        "gate_function": gate_function or "silu",
+        "gate_first": gate_first,
+    }
     results = []
     for dtype in (torch.float64, torch.float32):
         x, weight, gate = (y.detach().to(dtype).requires_grad_() for y in exact)
@@ -59,11 +68,12 @@ def test_the_kernel_and_its_gradients_equal_the_definition(sizes, activation, we
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("gate_dtype", TYPES)
-@pytest.mark.parametrize("width", [15, 32, 100])
-def test_16_bit_tensors_are_rounded_once(dtype, gate_dtype, width, instruction_set):
+@pytest.mark.parametrize(("width", "gate_first"), [(15, False), (32, True), (100, True), (100, False)])
+def test_16_bit_tensors_are_rounded_once(dtype, gate_dtype, width, gate_first, instruction_set):
     x, weight, gate = inputs(2, 70, 3, width, dtype=dtype, gate_dtype=gate_dtype)
     exact = [y.detach().double().requires_grad_() for y in (x, weight, gate)]
-    y, expected = run(x, weight, gate, activation=True), run(*exact, activation=True)
+    options = {"activation": True, "gate_first": gate_first}
+    y, expected = run(x, weight, gate, **options), run(*exact, **options)
     torch.testing.assert_close(y.double(), expected, atol=2e-6, rtol=2e-6)
     grad = torch.linspace(-1, 1, y.numel()).view(y.shape)
     found = torch.autograd.grad(y, (x, weight, gate), grad)
@@ -91,12 +101,14 @@ def test_views_and_tensors_of_three_axes():
     torch.testing.assert_close(run(x[0, 0], weight, gate[0, 0]), expected[0, 0])
 
 
-def test_gradients_have_gradients():
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_gradients_have_gradients(gate_first):
     x, weight, gate = inputs(1, 3, 2, 4, dtype=torch.float32, gate_dtype=torch.float32)
     exact = [y.detach().double().requires_grad_() for y in (x, weight, gate)]
     found = []
     for tensors in ((x, weight, gate), exact):
-        first = torch.autograd.grad(run(*tensors).square().sum(), tensors, create_graph=True)
+        y = run(*tensors, gate_first=gate_first)
+        first = torch.autograd.grad(y.square().sum(), tensors, create_graph=True)
         found.append(torch.autograd.grad(sum(y.square().sum() for y in first), tensors))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)

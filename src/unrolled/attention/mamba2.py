@@ -106,8 +106,8 @@ class Mamba2(MultiHeadAttention[Mamba2State, Steps]):
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
         """Gate the heads, normalise those of each group together, and project back."""
-        gated = o.flatten(-2) * silu(self.gate_proj(x))
-        return super().merge_heads(self.norm(torch.unflatten(gated, -1, (self.n_groups, -1))), x)
+        o, gate = (torch.unflatten(y, -1, (self.n_groups, -1)) for y in (o.flatten(-2), self.gate_proj(x)))
+        return super().merge_heads(self.norm(o, gate, gate_first=True), x)
 
     def attend(self, heads: Heads[Steps], masks: Masks) -> Tensor:
         """Attend in parallel."""

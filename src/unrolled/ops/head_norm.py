@@ -11,7 +11,8 @@ from unrolled.ops.options import check_above_zero
 class HeadRMSNorm(nn.Module):
     """y_h = w_h * x_h / sqrt(mean(x_h^2) + eps): RMS normalisation (arXiv 1910.07467, eq. 4) of each head.
 
-    With a gate, the result is y_h * g(gate_h), where g is silu or the logistic function.
+    With a gate, the result is y_h * g(gate_h), where g is silu or the logistic function, or with `gate_first`
+    the norm of x_h * g(gate_h).
 
     A sum over the keys that is not divided by a denominator grows with the length. After normalisation, its
     scale is that of w. The norm is computed in at least fp32. Pass such a sum in fp32, since it may overflow
@@ -34,14 +35,29 @@ class HeadRMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(n_heads, head_dim))
 
-    def forward(self, x: Tensor, gate: Tensor | None = None, gate_function: GateFunction = "silu") -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        gate: Tensor | None = None,
+        gate_function: GateFunction = "silu",
+        *,
+        gate_first: bool = False,
+    ) -> Tensor:
         """Normalise `[..., H, M]`; the result has the dtype of the weight. `gate` has the shape of `x`."""
         if x.shape[-2:] != self.weight.shape:
             raise wrong_shape("x", x, f"[..., {', '.join(map(str, self.weight.shape))}]")
         if gate is not None and gate.shape != x.shape:
             raise wrong_shape("gate", gate, f"{list(x.shape)}, as x")
         M = x.shape[-1]
-        y = scale_heads(x, M**0.5, M * self.eps, weight=self.weight, gate=gate, gate_function=gate_function)
+        y = scale_heads(
+            x,
+            M**0.5,
+            M * self.eps,
+            weight=self.weight,
+            gate=gate,
+            gate_function=gate_function,
+            gate_first=gate_first,
+        )
         return y.to(self.weight.dtype)
 
     def extra_repr(self) -> str:

@@ -27,6 +27,7 @@ class Options(NamedTuple):
     eps: float
     activation: bool
     gate_function: GateFunction
+    gate_first: bool
 
 
 def scale_heads(
@@ -38,6 +39,7 @@ def scale_heads(
     weight: Tensor | None = None,
     gate: Tensor | None = None,
     gate_function: GateFunction = "silu",
+    gate_first: bool = False,
 ) -> Tensor:
     """Scale the vectors of the last axis to a length, then multiply by a weight and a gate.
 
@@ -53,11 +55,12 @@ def scale_heads(
         weight: `[H,M]`, or None.
         gate: like `x`, in any floating type, or None.
         gate_function: g, silu or the logistic function.
+        gate_first: multiply by the gate before the norm: u = f(x) * g(gate), y = n * weight.
 
     Returns:
         A tensor of the shape of `x`, in fp32, or in fp64 if an argument is fp64.
     """
-    options = Options(length, eps, activation, gate_function)
+    options = Options(length, eps, activation, gate_function, gate_first and gate is not None)
     if _supports(x, weight, gate):
         y: Tensor = _Scaled.apply(x, weight, gate, options)  # type: ignore[no-untyped-call]
         return y
@@ -83,12 +86,15 @@ def _plain(x: Tensor, weight: Tensor | None, gate: Tensor | None, options: Optio
     u = x.to(dtype)
     if options.activation:
         u = silu(u)
+    factor = None
+    if gate is not None:
+        factor = silu(gate.to(dtype)) if options.gate_function == "silu" else gate.to(dtype).sigmoid()
+    if factor is not None and options.gate_first:
+        u, factor = u * factor, None
     y = u * ((u.square().sum(-1, keepdim=True) + options.eps).rsqrt() * options.length)
     if weight is not None:
         y = y * weight.to(dtype)
-    if gate is not None:
-        y = y * (silu(gate.to(dtype)) if options.gate_function == "silu" else gate.to(dtype).sigmoid())
-    return y
+    return y if factor is None else y * factor
 
 
 class _Scaled(torch.autograd.Function):
@@ -148,6 +154,7 @@ def _problem(
         gate_type=TYPES[torch.float32 if gate is None else gate.dtype],
         activation=options.activation,
         gate_function=enum("Function")[options.gate_function.upper()],
+        gate_first=options.gate_first,
         threads=torch.get_num_threads(),
         length=options.length,
         eps=options.eps,
