@@ -83,7 +83,7 @@ def completion_sheet(
 
 
 def loss_curve(theme: Theme, train: Line, val: Line, best: tuple[float, float]) -> Figure:
-    """Draw bits/dim against the step, and mark the best evaluation."""
+    """Draw bits per level against the step, and mark the best evaluation."""
     figure, axes = _axes(theme, "bits per pixel")
     blue, orange, _ = theme.series
     axes.plot(train.x, train.y, color=orange, linewidth=1)

@@ -31,7 +31,7 @@ def attend(
         int | None,
         typer.Option(
             min=0,
-            help="Without a text: which test question or validation example, from 0, which is the default.",
+            help="Without a text: number of the test question or validation example, from 0; by default 0.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="File of the picture.")] = Path("attention.png"),

@@ -21,8 +21,8 @@ def bench(
     lengths: Annotated[
         str | None,
         typer.Option(
-            help="Sequence lengths, as in 256,1024, for the cases that differ in these; by default those of "
-            "each case."
+            help="Sequence lengths, as in 256,1024, for cases with several lengths; by default those of each "
+            "case."
         ),
     ] = None,
     only: Annotated[

@@ -16,7 +16,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 def convert(
     source: Annotated[
-        Path, typer.Argument(help="Run folder of unrolled train, or folder of a model saved by transformers.")
+        Path,
+        typer.Argument(
+            help="Folder of unrolled train, of unrolled quantize, or of a model saved by transformers."
+        ),
     ],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     force: Force = False,

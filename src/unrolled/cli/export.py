@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 @takes_sampling
 def export(
-    run_dir: Annotated[list[Path], typer.Argument(help="Run folder of unrolled train; several with --web.")],
+    run_dir: Annotated[
+        list[Path],
+        typer.Argument(help="Folder of unrolled train or unrolled quantize; several with --web."),
+    ],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     *,
     opset: Annotated[int, typer.Option(help="ONNX opset, 20 to 25.")] = 20,

@@ -13,7 +13,10 @@ MANY = 1024  # tokens, for models without a maximum length
 
 def info(
     run_dir: Annotated[
-        Path | None, typer.Argument(help="Run folder to describe instead of the installation.")
+        Path | None,
+        typer.Argument(
+            help="Run folder, or output of unrolled quantize, to describe instead of the installation."
+        ),
     ] = None,
 ) -> None:
     """Describe this installation, or the size, best loss, state and settings of a run.

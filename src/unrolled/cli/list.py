@@ -36,7 +36,12 @@ def mechanisms(
         str | None, typer.Option(metavar="NAME", help="Draw which keys a sparse mechanism attends to.")
     ] = None,
     length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in the drawing; by default 64, 256 or 1,024.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens in the drawing; by default the first of 64, 256 and 1,024 at which a query does not "
+            "read every key.",
+        ),
     ] = None,
     causal: Annotated[bool, typer.Option("--causal", help="Draw the causal form.")] = False,
     options: Annotated[

@@ -81,17 +81,17 @@ def serve(
     """Serve models over OpenAI's API, with states that can be kept, continued, forked and moved.
 
     \b
-    The models of the library, for programs on this machine, and a request:
+    Serve the library's own models on this machine, and send a request:
       unrolled serve --demo
       curl localhost:8000/v1/completions -H 'content-type: application/json' \\
         -d '{"model": "text", "prompt": "ROMEO:", "keep": true}'
 
     \b
-    Several models, for other machines too:
+    Serve several models, also to other machines:
       unrolled serve runs/book runs/digits --host 0.0.0.0 --keys keys.txt
 
     \b
-    Several processes, each of which can continue any state:
+    Serve by several processes, each of which can continue any state:
       unrolled serve runs/book --replicas 4 --states s3://bucket/book
 
     On SIGTERM or Ctrl-C, the server lets running requests end; on a second one, it ends at once.

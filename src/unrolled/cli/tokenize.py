@@ -54,8 +54,8 @@ def tokenize(
     """Turn files of any size into tokens to train on. Repeat the command to finish after an interruption.
 
     No file is held in memory as a whole. Byte pairs are learned from the beginning of every file, in
-    proportion to its size, without the documents that are held out. A hash of its text decides whether a
-    document is held out. If this selects no document or all of them, only the last one is held out. If there
+    proportion to its size, without the documents that are held out. A document is held out or not by a hash
+    of its text. If this selects no document or all of them, only the last one is held out. If there
     is only one document, its end is held out.
 
     \b

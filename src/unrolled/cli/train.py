@@ -191,7 +191,7 @@ def _report_loss(result: "TrainResult", run: "Run") -> None:
 
     vocabulary, task = run.dataset.vocabulary, run.dataset.task
     if result.best_val is not None:
-        bits = f", {result.best_val / math.log(2):.3f} bits/dim" if vocabulary.kind == "image" else ""
+        bits = f", {result.best_val / math.log(2):.3f} bits/level" if vocabulary.kind == "image" else ""
         unit = run_config.unit(task, run.kind)
         typer.echo(f"best validation loss {result.best_val:.3f} {unit}{bits}", err=True)
 

@@ -177,7 +177,7 @@ class Plan:
         on_token: OnToken | None = None,
         **options: Unpack[Options],
     ) -> list[Tensor]:
-        """Continue each prompt; see `unrolled.generation.generate`, which this equals token for token."""
+        """Continue each prompt, with the options and the random numbers of `unrolled.generation.generate`."""
         return self.run(Request.of(self.config, prompt_ids, max_new_tokens, **options), on_token)
 
     def run(self, request: Request, on_token: OnToken | None = None) -> list[Tensor]:

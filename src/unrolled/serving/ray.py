@@ -37,8 +37,8 @@ class Arguments(Options):
         replicas: number of replicas; with `most_replicas`, the minimum number.
         most_replicas: maximum number of replicas. Ray then adds replicas while many requests run.
         cpus: cores of a replica; its kernels run as many threads.
-        host: address at which Ray listens. If other machines can reach it, keys are required. It does not
-            change where Ray listens: set the `http_options` of Ray for that.
+        host: the address at which the `http_options` of Ray make it listen. If other machines can reach it,
+            keys are required. This setting does not change where Ray listens.
     """
 
     replicas: Annotated[int, Field(ge=1)] = 1

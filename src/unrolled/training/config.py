@@ -54,7 +54,7 @@ class TrainConfig(Checked):
         eval_batches: validation batches per evaluation; None takes the whole split.
         checkpoint_every: updates between two checkpoints; a killed run loses at most this many.
         log_every: updates per line of training loss in the log.
-        seed: seed of the data order and of dropout.
+        seed: seed of the data order and of dropout; `unrolled train` also draws the initial weights with it.
         segment: read longer sequences in segments of this many tokens. The gradient is that of the whole
             sequence. This takes the memory of one segment, and the time of another forward pass. The states
             between segments are kept in a temporary file. None reads sequences whole. See

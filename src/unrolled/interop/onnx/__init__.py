@@ -1,7 +1,8 @@
 """Models as ONNX graphs: `export` writes a folder, and `load` runs it in ONNX Runtime (extra `onnx`).
 
-A graph is the recurrence itself: it maps tokens and a state to logits and the next state, for any batch size
-and length. So the same graph reads a prompt in parallel and generates token by token.
+A graph is the recurrence itself: it maps tokens and a state to logits and the next state, for any batch size.
+So the same graph reads a prompt and generates token by token. With most mechanisms, a call reads any number
+of tokens in parallel; with the others, it reads one token (`Manifest.length`).
 
 `export_transcriber` and `load_transcriber` do the same for models of speech, whose graph maps samples to
 log-probabilities of symbols.

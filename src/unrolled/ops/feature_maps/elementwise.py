@@ -33,8 +33,8 @@ class Elu(Elementwise):
     """phi(x) = elu(x) + 1, everywhere positive (arXiv 2006.16236, eq. 7).
 
     It is computed as relu(x) + exp(min(x, 0)), because the literal elu(x) + 1 is exactly 0 below -16.6 in
-    fp32. The form used here is 0 below -103. If every q_r + k_r is below about -71, the weights are too small
-    in fp32 to divide by, and the query gets 0.
+    fp32. The form used here is 0 from about -104 on. If every q_r + k_r is below about -71, the weights are
+    too small in fp32 to divide by, and the query gets 0.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 r"""Sequence parallelism: processes hold the slices of one sequence, and attend as if each saw all of it.
 
     with sequence_parallel(group) as ranks:
-        loss = model.loss(inputs_slice, targets_slice)  # rank r of P has the columns r T/P ... (r + 1) T/P
+        loss = model.loss(inputs_slice, targets_slice)  # rank r of P has the columns r T/P ... (r+1) T/P - 1
     loss.backward()
 
 A recurrence needs only the state after the earlier tokens, not these tokens. So each rank computes the
