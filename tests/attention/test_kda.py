@@ -25,7 +25,7 @@ def test_the_module_is_its_formulas():
 
 
 def test_rotary_positions_are_refused():
-    with pytest.raises(UnsupportedError, match="channels that decay at different rates"):
+    with pytest.raises(UnsupportedError, match="features that decay at different rates"):
         KimiDeltaAttention(8, 2, causal=True, rotary=True)
 
 

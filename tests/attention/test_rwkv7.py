@@ -59,7 +59,7 @@ def test_the_token_before_is_that_of_the_sequence():
 
 
 def test_rotary_positions_are_refused():
-    with pytest.raises(UnsupportedError, match="channels that decay at different rates"):
+    with pytest.raises(UnsupportedError, match="features that decay at different rates"):
         RWKV7(8, 2, causal=True, rotary=True)
 
 

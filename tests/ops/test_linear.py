@@ -195,6 +195,8 @@ def test_padding_is_as_if_it_were_not_there(gated, causal):
     gates = -torch.rand(1, 90, 2, dtype=torch.float64, generator=generator) if gated else None
     padding = torch.rand(1, 90, generator=generator) < 0.4
     real = ~padding[0]
+    if gates is not None:
+        gates[padding] = 3  # above 0, which only a padded token may have
     inputs = [x.requires_grad_() for x in (q, k, v, gates) if x is not None]
 
     def run(keep, mask):

@@ -78,6 +78,19 @@ def test_equals_the_recurrence(T, S, B, heads, widths, padded, seed):
     )
 
 
+def test_gates_at_padding_may_have_any_value():
+    q, k, v, log_decay, state = random_inputs(9, B=2)
+    padding = torch.zeros(2, 9, dtype=torch.bool)
+    padding[0, :3] = padding[1, 5:] = True
+    found = []
+    for value in (0.0, 3.0, torch.nan):
+        gates = log_decay.masked_fill(padding[..., None, None], value)
+        options = {"key_padding_mask": padding, "state": state, "return_state": True}
+        found.append(diagonal_linear_attention(q, k, v, gates, **options))
+    for other in found[1:]:
+        assert all(map(torch.equal, other, found[0]))
+
+
 @settings(max_examples=20, deadline=None)
 @given(lengths=st.lists(st.integers(0, 90), max_size=6))
 def test_packed_sequences_equal_separate_ones(lengths):

@@ -62,7 +62,7 @@ class KimiDeltaAttention(DeltaRule):
     one_way = ONE_WAY
     not_decayed = ("decay_bias",)
     no_rotary = (
-        "channels that decay at different rates cannot be rotated into each other; use delta_net, which has "
+        "features that decay at different rates cannot be rotated into each other; use delta_net, which has "
         "one rate per head"
     )
 

@@ -98,7 +98,7 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
     supports = CAUSAL_RECURRENCE.but(reads_input=True, sequence=True)
     one_way = ONE_WAY
     no_rotary = (
-        "channels that decay at different rates cannot be rotated into each other; use delta_net, which has "
+        "features that decay at different rates cannot be rotated into each other; use delta_net, which has "
         "one rate per head"
     )
 

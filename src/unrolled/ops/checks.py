@@ -132,18 +132,22 @@ def check_state_tensor(
     check_device(name, x, tokens, "the tokens are")
 
 
-def check_log_decay(log_decay: Tensor, k: Tensor, axes: str) -> None:
+def check_log_decay(log_decay: Tensor, k: Tensor, axes: str, padding: Tensor | None = None) -> None:
     """Require floating-point logarithms of gates on the device of `k`, at most 0 if they may be read.
 
-    Their shape is that of the leading axes of `k`, as many axes as `axes` names.
+    Their shape is that of the leading axes of `k`, as many axes as `axes` names. At padding (`[B,S]`, True),
+    they may have any value.
     """
     check_tensor("log_decay", log_decay)
     sizes = k.shape[: axes.count(",") + 1]
     if log_decay.shape != sizes or not log_decay.is_floating_point():
         raise wrong("log_decay", log_decay, f"floating point {axes} = {list(sizes)}")
     check_device("log_decay", log_decay, k, "k is")
-    if may_read(log_decay) and bool((log_decay > 0).any()):
-        raise wrong("log_decay", f"up to {log_decay.max().item():g}", "at most 0 (a gate of at most 1)")
+    if not may_read(log_decay):
+        return
+    read = log_decay if padding is None else log_decay[~padding]
+    if bool((read > 0).any()):
+        raise wrong("log_decay", f"up to {read.max().item():g}", "at most 0 (a gate of at most 1)")
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:

@@ -66,7 +66,7 @@ def dplr(
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if state is None:
         state = q.new_zeros(N, H, D, M, dtype=accumulation_dtype(q.dtype, k.dtype, v.dtype))
-    _check_rule(q, k, v, a, b, log_decay, state, N)
+    _check_rule(q, k, v, a, b, log_decay, state, N, key_padding_mask)
     if key_padding_mask is not None:
         q, k, v, a, b, log_decay = (without_padding(x, key_padding_mask) for x in (q, k, v, a, b, log_decay))
     o, state = operator.dplr(Inputs(q, k, v, a, b, log_decay, state), cu_seqlens)
@@ -97,12 +97,20 @@ def dplr_step(
 
 
 def _check_rule(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, log_decay: Tensor, state: Tensor, rows: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+    rows: int,
+    padding: Tensor | None = None,
 ) -> None:
     for name, x in {"k": k, "a": a, "b": b}.items():
         if x.shape != q.shape or not x.is_floating_point():
             raise wrong(name, x, f"floating point {list(q.shape)} like q")
         check_device(name, x, q, "q is")
-    check_log_decay(log_decay, k, "[B, H, D]" if k.dim() == 3 else "[B, T, H, D]")
+    check_log_decay(log_decay, k, "[B, H, D]" if k.dim() == 3 else "[B, T, H, D]", padding)
     dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype)
     check_state_tensor("state", state, (rows, *k.shape[-2:], v.shape[-1]), dtype, k)

@@ -161,7 +161,7 @@ def _run(
     key_padding_mask, cu_seqlens = options.get("key_padding_mask"), options.get("cu_seqlens")
     state = options.get("state")
     check_qkv(q, k, v, key_padding_mask, cu_seqlens)
-    check_log_decay(log_decay, k, "[B, S, G, R]")
+    check_log_decay(log_decay, k, "[B, S, G, R]", key_padding_mask)
     (B, T, _, _), S = q.shape, k.shape[1]
     dtype, out_dtype = accumulation_dtype(q.dtype, k.dtype, v.dtype), v.dtype
     sizes = (B if cu_seqlens is None else cu_seqlens.shape[0] - 1, *k.shape[2:], v.shape[3])

@@ -304,7 +304,7 @@ def _check_and_mask(
     """Check every argument, then set the features of keys, values and log gates to 0 at padding."""
     check_qkv(q, k, v, key_padding_mask, cu_seqlens)
     if log_decay is not None:
-        check_log_decay(log_decay, k, "[B, S, G]")
+        check_log_decay(log_decay, k, "[B, S, G]", key_padding_mask)
     if state is not None:
         N = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         check_state(state, (N, *k.shape[2:], v.shape[3]), accumulation_dtype(q.dtype, k.dtype, v.dtype), k)
