@@ -6,6 +6,7 @@ from planned import MODELS, decoder, tokens
 
 from unrolled.decode import plan
 from unrolled.ops import native
+from unrolled.ops.state import leaves
 
 if not native.available():
     pytest.skip(str(native.missing()), allow_module_level=True)
@@ -27,6 +28,10 @@ def test_model_and_plan_continue_from_each_other(name, read):
     found, _ = p.prefill(ids[:, read:], p.from_model(of_model))
     torch.testing.assert_close(found, expected, **CLOSE)
     back = p.to_model(of_plan)
+    memory = {x.untyped_storage().data_ptr() for x in of_plan if x.numel()}
+    assert memory.isdisjoint(
+        x.untyped_storage().data_ptr() for x in leaves(back).values()
+    )  # `read` writes there
     torch.testing.assert_close(model.prefill(ids[:, read:], back)[0], expected, **CLOSE)
     steps, state = [], back
     for token in ids.T[read:]:

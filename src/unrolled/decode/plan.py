@@ -202,7 +202,7 @@ class Plan:
         return after
 
     def to_model(self, state: PlanState) -> DecoderState:
-        """Return the state of the model that continues from a state of this plan.
+        """Return a copy of a state of this plan, as a state of the model.
 
         Raises:
             ValueError: it is not a state of this plan.

@@ -41,7 +41,7 @@ def from_model(slots: Slots, state: DecoderState, after: "PlanState") -> None:
 
 
 def to_model(slots: Slots, state: "PlanState", like: DecoderState) -> DecoderState:
-    """Return the state of a plan as a state of its model, of the types of `like`."""
+    """Copy the state of a plan into a state of its model, of the types of `like`."""
     layers = []
     for own, layer in zip(slots, like.layers, strict=True):
         found: Fields = {"position": state.position.clone()}
@@ -170,7 +170,7 @@ def _read_cache(slot: "Slot", parts: Fields, after: "PlanState") -> None:
 def _write_cache(slot: "Slot", state: "PlanState") -> Fields:
     n = int(state.position.max()) if len(state.position) else 0
     keys, values = _cached(slot, state)
-    k, v = keys.flatten(2, 3)[:, :, :n], values[:, :, :n].clone()
+    k, v = keys.flatten(2, 3)[:, :, :n].clone(), values[:, :, :n].clone()  # of one block, flatten is a view
     padding = torch.arange(n, device="cpu") >= state.position.unsqueeze(1)
     past = {"past_k": k, "past_v": v, "past_padding": padding}
     return past | {"recent_k": k[:, :, :0], "recent_v": v[:, :, :0], "recent_padding": padding[:, :0]}

@@ -68,6 +68,21 @@ def test_the_cache_is_one_of_the_model_again(model, steps):
 
 
 @torch.no_grad()
+def test_a_state_that_was_read_during_generation_keeps_its_values(model, steps):
+    cache, seen = StateCache(), []
+
+    def note(ids, scores):
+        seen.append((cache.only.state, map_tensors(torch.clone, cache.only.state)))
+        return scores
+
+    options = {"logits_processor": [note], "max_new_tokens": N, "min_new_tokens": N}
+    model.generate(prompts(), past_key_values=cache, **options)
+    assert steps
+    for state, copied in seen:
+        torch.testing.assert_close(leaves(state), leaves(copied), rtol=0, atol=0)
+
+
+@torch.no_grad()
 def test_a_cache_that_was_given_is_continued(model, steps):
     ids, cache = prompts(), StateCache()
     model(ids[:, :4], past_key_values=cache)

@@ -46,7 +46,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # of its __
         if self.plan is None:
             latest: State | None = self.latest
             return latest
-        return states.map_tensors(Tensor.clone, self.plan.to_model(self.latest))
+        return self.plan.to_model(self.latest)
 
     @state.setter
     def state(self, state: State | None) -> None:
