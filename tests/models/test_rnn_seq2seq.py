@@ -191,6 +191,15 @@ def test_a_beam_of_one_is_greedy_decoding(kind, options):
         assert found.tolist() == said
 
 
+def test_only_reading_a_source_draws_new_seeds_in_training():
+    model = make(LuongSeq2Seq, attention="hard").train()
+    source, target = ids()[:2]
+    state = model.init_state(source)
+    model.prefill(target, state)
+    model.step(target[:, 0], state)
+    assert dict(model.named_buffers())["attention.begun"] == 1
+
+
 def test_weights_begin_as_in_the_paper():
     model = make(RNNSeq2Seq, 50, 64, 128)
     for square in model.cell.recurrent.split(128):
