@@ -489,3 +489,6 @@ def test_info_describes_a_run_with_fewer_positions_than_its_maximum_length(tmp_p
     model = models.Decoder(models.DecoderConfig(9, positions="axial", axial_shape=[4, 4], **sizes))
     model.save(tmp_path / "run")
     assert "state after 16 " in works("info", tmp_path / "run").stdout
+    options = {"attention": "aft", "attention_options": {"aft": {"max_length": 64}}, "positions": "none"}
+    models.Decoder(models.DecoderConfig(9, **options, **sizes)).save(tmp_path / "aft")
+    assert "state after 64 " in works("info", tmp_path / "aft").stdout

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unrolled.data._mixture import BLOCK, drawn_sources
@@ -45,6 +45,7 @@ def test_everything_is_equally_often_first() -> None:
     assert np.bincount(firsts, minlength=5) == pytest.approx([400] * 5, abs=90)  # 5 standard deviations
 
 
+@settings(deadline=None)
 @given(size=st.integers(1, 60), batch_size=st.integers(1, 40), seed=KEY)
 def test_an_epoch_has_every_window_once(size: int, batch_size: int, seed: int) -> None:
     steps = -(-3 * size // batch_size)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from unrolled.generation import generate
+from unrolled.models.mode import evaluation_mode
 
 V = 13
 
@@ -169,6 +170,14 @@ def test_filters_reach_the_draw() -> None:
     greedy = as_lists(generate(LeakyMemory(), [[1]], 20, temperature=0))
     for option in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-9}):
         assert as_lists(generate(LeakyMemory(), [[1]], 20, seed=0, **option)) == greedy
+
+
+def test_the_mode_of_a_compiled_model_comes_back() -> None:
+    model = LeakyMemory().train()
+    compiled = torch.compile(model, backend="eager")
+    with evaluation_mode(compiled):
+        assert not model.training
+    assert model.training
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -146,12 +146,14 @@ def test_one_window_has_no_standard_error():
     assert (score.windows, score.targets, score.loss_error, score.accuracy_error) == (1, 1, None, None)
 
 
-def test_the_mode_and_the_random_state_are_restored():
+def test_modes_and_the_random_state_are_restored():
     dataset = data.load("induction", length=6, val_size=4)
     model = small(dataset, **ATTENTION).train()
-    before = torch.get_rng_state()
+    model.stack.layers[0].eval()  # as a frozen layer
+    before, modes = torch.get_rng_state(), [module.training for module in model.modules()]
     first = evaluate_positions(model, dataset, CONFIG, [(0, 6)])
-    assert model.training
+    evaluate(model, dataset, CONFIG)
+    assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), before)
     assert evaluate_positions(model, dataset, CONFIG, [(0, 6)]) == first  # without dropout
 

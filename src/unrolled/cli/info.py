@@ -66,6 +66,7 @@ def _run(run_dir: Path) -> dict[str, Any]:
     from unrolled.cli.run_config import JOBS, unit
     from unrolled.decode import load_model
     from unrolled.folders import RUN_FILE
+    from unrolled.models.limits import n_positions
     from unrolled.ops.state import nbytes
     from unrolled.training import read_log
 
@@ -80,7 +81,7 @@ def _run(run_dir: Path) -> dict[str, Any]:
     }
     if model.model_name in JOBS["tokens"].kinds:
         with torch.inference_mode():
-            for tokens in (1, model.config.n_positions or model.config.max_length or MANY):
+            for tokens in (1, n_positions(model) or model.config.max_length or MANY):
                 ids = torch.zeros(1, tokens, dtype=torch.long)
                 _, state = model.prefill(ids, model.init_state(1))
                 described[f"state after {tokens}"] = f"{nbytes(state):,} bytes per sequence"

@@ -18,8 +18,8 @@ def evaluation_mode(model: object) -> Iterator[None]:
     """Run the block in evaluation mode; the last of such blocks restores the mode of every submodule."""
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     with _lock:
-        for module in modules:
-            blocks, mode = _inside.get(module, (0, module.training))
+        found = [(module, *_inside.get(module, (0, module.training))) for module in modules]
+        for module, blocks, mode in found:  # after all were read: that of a compiled module is its model's
             _inside[module] = blocks + 1, mode
             module.training = False
     try:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from unrolled.contract import IGNORED, Batch, Dataset
+from unrolled.models.mode import evaluation_mode
 from unrolled.ops.sequence import Ranks, use
 from unrolled.training._session import own_random_state
 from unrolled.training.config import TrainConfig
@@ -78,13 +79,8 @@ def evaluating(model: Trainable) -> Iterator[torch.device]:
     Yields the device of the model.
     """
     device = next(model.named_parameters())[1].device
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), own_random_state(device):
-            yield device
-    finally:
-        model.train(was_training)
+    with evaluation_mode(model), torch.no_grad(), own_random_state(device):
+        yield device
 
 
 def _mean_loss(
