@@ -17,7 +17,7 @@ from matplotlib import pyplot
 
 from unrolled import models
 from unrolled.cli import run_config
-from unrolled.cli.bleu import scorer, translations_of
+from unrolled.cli._bleu import scorer, translations_of
 
 BOUNDS = (
     0,

@@ -13,9 +13,9 @@ from multi30k_files import write_multi30k
 from test_cli import SMALL
 
 from unrolled import models
-from unrolled.cli import bleu as bleu_module
+from unrolled.cli import _bleu as bleu_module
 from unrolled.cli import run_config
-from unrolled.cli.bleu import scorer
+from unrolled.cli._bleu import scorer
 from unrolled.data import Vocabulary
 from unrolled.data.multi30k import Multi30kDataset
 

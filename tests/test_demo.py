@@ -20,6 +20,7 @@ from unrolled.bench import measure, plots
 from unrolled.bench.units import brief_time, duration, size
 from unrolled.cli.run_config import read, resolve
 from unrolled.decode import Plan
+from unrolled.decode.memory import Layout
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.ops.state import nbytes
 from unrolled.training.memory import PeakBytes
@@ -234,7 +235,7 @@ def test_a_plan_that_reads_again_reads_the_same_and_copies_no_cache(attention, m
         task = measure.stepping(model)(30)
         expected, _ = runner.prefill(measure.random_tokens(model, 30 + task.tokens), runner.init_state(1))
         if isinstance(runner, Plan):
-            monkeypatch.setattr(Plan, "_resized", None)
+            monkeypatch.setattr(Layout, "_resized", None)
         first, second = task.run(), task.run()
     torch.testing.assert_close(first, expected[:, -1])
     assert torch.equal(first, second)

@@ -11,7 +11,7 @@ from unrolled.attention.nystromformer import nystrom_attention
 from unrolled.attention.performer import FavorMap, favor_attention
 from unrolled.attention.reformer import hashing
 from unrolled.attention.retention import retention
-from unrolled.attention.rfa import signed_rfa_attention
+from unrolled.attention.rfa.sums import signed_rfa_attention
 from unrolled.attention.similarity import Exponential, similarity_attention
 from unrolled.attention.sparse_transformer import factorized
 from unrolled.attention.sparse_transformer import state as factorized_state

@@ -14,7 +14,7 @@ from sounds import spoken, tone, write_an4, write_digits, write_wave
 
 from unrolled import generation, models
 from unrolled.cli import run_config
-from unrolled.cli._errors import error_rate
+from unrolled.cli._error_rate import error_rate
 from unrolled.cli.recipes import RECIPES
 from unrolled.contract import IGNORED
 from unrolled.data import Vocabulary

@@ -11,7 +11,6 @@ from unrolled.attention.efficient import (
     efficient_attention,
     efficient_attention_reference,
     empty_state,
-    packed_causal_efficient_attention,
 )
 from unrolled.ops.masks import causal_mask
 
@@ -79,20 +78,15 @@ def test_keys_of_any_size_neither_overflow_nor_vanish(size):
         assert all(g.isfinite().all() for g in gradients)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_padding_in_a_pack_is_padding(causal):
+def test_padding_in_a_pack_is_padding():
     q, k, v = (x[:1] for x in heads(T=12))
     cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)
     mask = torch.zeros(1, 12, dtype=torch.bool)
     mask[0, [1, 5, 6]] = True
-    if causal:
-        packed = packed_causal_efficient_attention(q, k, v, cu_seqlens, mask)
-    else:
-        packed = efficient_attention(q, k, v, cu_seqlens=cu_seqlens, key_padding_mask=mask)
+    packed = efficient_attention(q, k, v, cu_seqlens=cu_seqlens, key_padding_mask=mask)
     for a, b in ((0, 5), (5, 12)):
         tokens = [x[:, a:b][:, ~mask[0, a:b]] for x in (q, k, v)]
-        alone = causal_efficient_attention(*tokens)[0] if causal else efficient_attention(*tokens)
-        torch.testing.assert_close(packed[:, a:b][:, ~mask[0, a:b]], alone)
+        torch.testing.assert_close(packed[:, a:b][:, ~mask[0, a:b]], efficient_attention(*tokens))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

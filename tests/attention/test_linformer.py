@@ -20,7 +20,6 @@ from unrolled.attention.linformer import (
     Projection,
     linformer_attention,
     linformer_reference,
-    theorem_rank,
 )
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.models import Encoder, EncoderConfig
@@ -173,17 +172,6 @@ def test_means_of_fewer_tokens_are_still_means():
 def test_matrices_start_at_the_variance_of_the_authors_code():
     weight = LinearProjection(64, 512).weight
     assert math.isclose(weight.var().item(), 1 / (64 + 512), rel_tol=0.05)
-
-
-def test_the_rank_of_the_theorem():
-    assert theorem_rank(512, 64) == math.ceil(5 * math.log(512) / 0.25) == 125
-    assert theorem_rank(10**9, 2, 0.5) == math.ceil(9 * 2 * math.log(2) / 0.25) == 50  # whatever the length
-    assert theorem_rank(10**6, 64, 0.5) < 2.3 * theorem_rank(10**3, 64, 0.5)  # logarithmic
-    assert theorem_rank(16, 64, 0.1) == 16  # no more than there are positions
-    assert theorem_rank(1, 1) == 1
-    for wrong in [(0, 4), (4, 0), (4, 4, 0.0), (4, 4, 1.0)]:
-        with pytest.raises(ValueError, match="must be at least 1, at least 1, and between 0 and 1"):
-            theorem_rank(*wrong)
 
 
 @pytest.mark.parametrize(

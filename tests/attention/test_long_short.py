@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import layer_norm
 
-from unrolled.attention.long_short import LongShortAttention, long_short_reference
+from unrolled.attention.long_short import LongShortAttention
+from unrolled.attention.long_short.parts import long_short_reference
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.contract import UnsupportedError
 from unrolled.ops.state import nbytes

@@ -10,13 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from monte_carlo import assert_mean, assert_monte_carlo_rate
 
-from unrolled.attention.rfa import (
-    RandomFeatureAttention,
-    RfaMap,
-    rfa_attention,
-    rfa_attention_reference,
-    signed_rfa_attention,
-)
+from unrolled.attention.rfa import RandomFeatureAttention
+from unrolled.attention.rfa.features import RfaMap
+from unrolled.attention.rfa.sums import rfa_attention, rfa_attention_reference, signed_rfa_attention
 from unrolled.contract import UnsupportedError
 from unrolled.ops.positions import rotary
 from unrolled.testing import Maker

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unrolled.cli import bleu, run_config
+from unrolled.cli import _bleu, run_config
 
 pytest.importorskip("transformers")  # of linearize
 FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
@@ -140,8 +140,8 @@ def test_a_length_without_sentences_has_no_score(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run_config, "read_saved", lambda run_dir: None)
     monkeypatch.setattr(run_config, "resolve", lambda config: run)
     monkeypatch.setattr("unrolled.models.load", lambda run_dir: torch.nn.Identity())
-    monkeypatch.setattr(bleu, "translations_of", lambda *arguments: [])
-    monkeypatch.setattr(bleu, "scorer", lambda: lambda found, references: (50.0, None))
+    monkeypatch.setattr(_bleu, "translations_of", lambda *arguments: [])
+    monkeypatch.setattr(_bleu, "scorer", lambda: lambda found, references: (50.0, None))
     told(monkeypatch, "run", "--out", tmp_path / "x.png")
     script("sentence_length")
     assert "| run | 50.0 | nan | nan | nan | nan | nan |" in capsys.readouterr().out

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unrolled.data._images import ImageDataset, epoch_rows, epoch_rows_by_length
+from unrolled.data._epochs import epoch_rows, epoch_rows_by_length
+from unrolled.data._images import ImageDataset
 from unrolled.data.digits import DigitsDataset
 
 

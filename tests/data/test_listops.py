@@ -79,7 +79,7 @@ def test_all_of_a_small_range():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"arguments": 1}, "arguments is 1, but must be at least 2"),
+        ({"arguments": 1}, "arguments is 1, but must be an integer of at least 2"),
         ({"shortest": 9, "length": 8}, "shortest is 9, but must be at most length = 8"),
         ({"shortest": 2, "length": 3}, "none is in between: choose a wider range"),
         ({"shortest": 2, "length": 9, "depth": 1}, "expressions of depth 1 with 10 arguments none"),

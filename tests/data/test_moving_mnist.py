@@ -77,8 +77,8 @@ def test_batches_are_a_function_of_seed_and_step(made):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"frames": 1}, "frames is 1, but must be at least 2"),
-        ({"size": 27}, "size is 27, but must be at least 28, the size of a digit"),
+        ({"frames": 1}, "frames is 1, but must be an integer of at least 2"),
+        ({"size": 27}, "size is 27, but must be an integer of at least 28"),
         ({"patch": 7}, "patch is 7, but must divide size = 64"),
     ],
 )

@@ -54,7 +54,7 @@ def test_large_images_and_short_lines_are_drawn(size, dashes):
 
 
 def test_a_line_of_one_dash_is_refused():
-    with pytest.raises(ValueError, match="dashes is 1, but must be at least 2"):
+    with pytest.raises(ValueError, match="dashes is 1, but must be an integer of at least 2"):
         PathfinderDataset(dashes=1)
 
 

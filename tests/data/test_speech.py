@@ -223,6 +223,11 @@ def test_other_recordings_of_digits_are_refused(folder, monkeypatch):
         data.load("spoken_digits", data_dir=folder)
 
 
+def test_options_are_checked_before_an_archive_is_read(tmp_path):
+    with pytest.raises(ValueError, match="most is 0, but must be an integer of at least 1"):
+        data.load("spoken_digits", data_dir=tmp_path, most=0)
+
+
 def test_a_vocabulary_of_speech_is_whole(tmp_path):
     speech = {"units": ["a", "b"], "rate": 8_000, "n_mels": 8, "counted": "word"}
     vocabulary = Vocabulary("speech", **speech)

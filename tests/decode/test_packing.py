@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from planned import rounds_inputs_to_bf16
 from torch.nn import functional as F  # noqa: N812
 
+from unrolled.decode.builder import Builder
 from unrolled.decode.packing import GROUP, PACKINGS, pack, rounded, unpack
 from unrolled.decode.plan import Plan
-from unrolled.decode.program import Builder
 from unrolled.models import DecoderConfig, DecoderState
 from unrolled.ops import native
 
@@ -39,7 +39,7 @@ def unrounded(rows, inputs, weights):
 
 def product(x, w, bias, weights):
     """Compute x W^T + b by the kernel: a program that looks a row of x up and multiplies it."""
-    builder = Builder(weights)
+    builder = Builder(weights, torch.nn.Module())
     row = builder.embed(x, builder.value(x.shape[1]))
     program = builder.finish(1, row, builder.linear(row, w, bias, name="w"))
     config = DecoderConfig(vocab_size=len(w), d_model=x.shape[1], n_heads=1)
@@ -190,7 +190,7 @@ def test_int4_rounds_by_least_squares():
 
 def test_memory_is_what_the_form_says():
     w = torch.randn(640, 320)
-    sizes = {weights: Builder(weights) for weights in PACKINGS}
+    sizes = {weights: Builder(weights, torch.nn.Module()) for weights in PACKINGS}
     for builder in sizes.values():
         builder.linear(builder.value(320), w, None, name="w")
     found = {

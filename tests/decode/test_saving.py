@@ -79,7 +79,7 @@ def test_the_file_is_mapped_and_aligned(tmp_path):
 
 def test_nothing_is_packed_or_initialised(tmp_path, monkeypatch):
     saved(tmp_path, **MODELS["kda"])
-    monkeypatch.setattr("unrolled.decode.program.pack", None)
+    monkeypatch.setattr("unrolled.decode.builder.pack", None)
     before = torch.random.get_rng_state()
     load(tmp_path)
     assert torch.equal(torch.random.get_rng_state(), before)

@@ -8,7 +8,8 @@ import torch
 from agreement import assert_agree
 from oracles.comparing import assert_all_agree
 
-from unrolled.attention.rfa import RfaMap, rfa_attention, signed_rfa_attention
+from unrolled.attention.rfa.features import RfaMap
+from unrolled.attention.rfa.sums import rfa_attention, signed_rfa_attention
 
 LIBRARY = "pytorch-fast-transformers 0.4.0"
 

@@ -147,7 +147,7 @@ def test_deterministic_models_without_a_plan_share_no_prefixes(tmp_path, opened)
     for deterministic in (False, True):
         served = opened(tmp_path, deterministic=deterministic, limits=Limits(rows=2))
         drawn(served, "0" * 50)
-        assert (served.engine.prefix_bytes == 0) == deterministic
+        assert (served.engine._prefixes.nbytes == 0) == deterministic
 
 
 def test_what_is_no_recurrence_is_refused(tmp_path):

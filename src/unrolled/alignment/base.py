@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unrolled.ops.checks import check_key_padding_mask, shape
-from unrolled.ops.inputs import check_input
+from unrolled.ops.checks import check_input, check_key_padding_mask, shape
 from unrolled.ops.options import ChecksOptions, at_least
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.sequence import refuse

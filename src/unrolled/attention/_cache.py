@@ -1,15 +1,12 @@
 """Mechanisms whose state is the keys and values of all tokens so far."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from unrolled.attention.base import Heads, MultiHeadAttention
-from unrolled.ops.checks import check_qkv
 from unrolled.ops.masks import zero_padding
 from unrolled.ops.sequence import Appended, Fields, Ranks, scan
-from unrolled.ops.softmax import CACHE_GROWS, KVCache, cached_length, empty_cache, extend_cache
+from unrolled.ops.softmax import CACHE_GROWS, KVCache, empty_cache, extend_cache
 
 
 class CachedAttention(MultiHeadAttention[KVCache, None]):
@@ -59,18 +56,3 @@ def _appended(start: KVCache, fields: Fields, tokens: int | Tensor) -> KVCache:
         padding = torch.nn.functional.pad(start.past_padding, (0, new))
     position = start.position + tokens
     return start._replace(past_k=k, past_v=v, past_padding=padding, position=position)
-
-
-def attend_to_cache(
-    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cache: KVCache, padding: Tensor | None
-) -> tuple[Tensor, KVCache]:
-    """Append `k [B,T,G,D]` and `v [B,T,G,M]` to the cache and attend to it causally: `[B,T,H,M]`, the cache.
-
-    `attend` takes q, k and v, `causal` and `key_padding_mask`; `padding [B,T]` is True at padded new tokens.
-    """
-    check_qkv(q, k, v)
-    any_padding = padding is not None or cached_length(cache) > 0
-    cache = extend_cache(cache, k, v, padding)
-    keys, values = cache.past_k.transpose(1, 2), cache.past_v.transpose(1, 2)
-    mask = cache.past_padding if any_padding else None
-    return attend(q, keys, values, causal=True, key_padding_mask=mask).to(v.dtype), cache

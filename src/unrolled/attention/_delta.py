@@ -1,6 +1,5 @@
 """What the mechanisms with the delta rule share: their state, and the rule over heads."""
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from unrolled.attention._heads import of_every_head
-from unrolled.attention._state import advance
+from unrolled.attention._state import position_after
 from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.ops.delta import delta_rule, operator
 from unrolled.ops.head_scale import scale_heads
@@ -56,7 +55,7 @@ class DeltaRule(MultiHeadAttention[DeltaState, Rates]):
     ) -> tuple[Tensor, DeltaState]:
         """Run over whole sequences, from a state to a state."""
         o, kv = self._run(heads, state.kv, Masks(key_padding_mask))
-        return o, DeltaState(kv, advance(state.position, heads.q, key_padding_mask))
+        return o, DeltaState(kv, position_after(state.position, heads.q, key_padding_mask))
 
     def summarise(self, heads: Heads[Rates], key_padding_mask: Tensor | None) -> Transformed:
         """Compute A and B such that a state X becomes A X + B: run from the identity and from zeros."""
@@ -103,13 +102,3 @@ def beside_identity(v: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 def split_transition(kv: Tensor) -> Transformed:
     """Split `[B,G,D,M+D]` into a state, the first M columns, and the matrix that multiplies a state."""
     return Transformed({"kv": kv[..., : -kv.shape[2]]}, kv[..., -kv.shape[2] :])
-
-
-def random_log_paces(n: int) -> Tensor:
-    """Draw the logarithms of paces from 1 to 16, the initial values of Mamba-2."""
-    return torch.empty(n).uniform_(1, 16).log()
-
-
-def random_decay_biases(*sizes: int) -> Tensor:
-    """Draw biases whose softplus is log-uniform from 0.001 to 0.1, the initial values of Mamba-2."""
-    return torch.empty(sizes).uniform_(math.log(1e-3), math.log(1e-1)).exp().expm1().log()

@@ -8,6 +8,6 @@ Part = tuple[Tensor, Tensor]
 """The output `o [B,T,H,M]` and its log-sum-exp `lse [B,T,H]`."""
 
 
-def attend_to_all(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> Part:
+def attend_to_keys(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> Part:
     """Attend from `q [B,T,H,D]` to all keys `k [B,S,G,D]`, `v [B,S,G,M]` except `padding [B,S]`."""
     return window_attention(q, k, v, window_size=(-1, -1), key_padding_mask=padding, return_lse=True)

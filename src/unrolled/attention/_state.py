@@ -6,7 +6,7 @@ from unrolled.ops.linear import LinearState
 from unrolled.ops.masks import without_padding
 
 
-def advance(position: Tensor, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+def position_after(position: Tensor, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
     """Add the tokens of `x [B,T,...]` that are not padding to `position [B]`."""
     return position + (x.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(1))
 

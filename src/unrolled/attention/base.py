@@ -19,12 +19,11 @@ from unrolled.attention._options import CommonOptions, check_rotation
 from unrolled.attention._slices import attend_over, check_slice
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops import sequence
-from unrolled.ops.checks import check_attn_mask, check_cu_seqlens, shape
+from unrolled.ops.checks import check_attn_mask, check_cu_seqlens, check_input, shape
 from unrolled.ops.dense import Linear, linear_part
-from unrolled.ops.inputs import check_input
 from unrolled.ops.masks import without_padding, zero_padding
 from unrolled.ops.options import ChecksOptions
-from unrolled.ops.positions import ROTARY_BASE, positions_from_cu_seqlens, positions_from_padding, rotary
+from unrolled.ops.positions import ROTARY_BASE, rotary
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.state_checks import CONSTANT, Growing, check_state
 
@@ -425,18 +424,8 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
 
     def positions_of(self, x: Tensor, masks: Masks = NO_MASKS) -> Tensor:
         """Return the position of each token of `x [B,T,d_model]` in its sequence, `[B,T]`."""
-        B, T = x.shape[:2]
-        if masks.cu_seqlens is not None:
-            return positions_from_cu_seqlens(masks.cu_seqlens, T)
-        padding = masks.key_padding_mask
-        if padding is not None:
-            positions = positions_from_padding(padding)
-        else:
-            positions = torch.arange(T, device=x.device).expand(B, T)
-        if (ranks := sequence.current()) is None:
-            return positions
-        earlier, _ = ranks.counts(x, padding)
-        return positions + (earlier.unsqueeze(1) if isinstance(earlier, Tensor) else earlier)
+        found = sequence.positions_of(x, masks.key_padding_mask, masks.cu_seqlens)
+        return found.expand(x.shape[:2])
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate queries or keys by their positions, as `rotary_base` and `rotary_dim` say."""

@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 
 from unrolled.attention._options import BIDIRECTIONAL_ONLY
 from unrolled.attention._packed import attend_packed
-from unrolled.attention._parts import attend_to_all
+from unrolled.attention._parts import attend_to_keys
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.ops.block_sparse import block_sparse_attention
 from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
@@ -192,7 +192,7 @@ def bigbird_attention(
     o = part[0]
     if g > 0:
         masked = None if padding is None else padding[:, :g]
-        o, _ = merge_softmax([part, attend_to_all(q[:, g:], k[:, :g], v[:, :g], masked)])
+        o, _ = merge_softmax([part, attend_to_keys(q[:, g:], k[:, :g], v[:, :g], masked)])
     if g + f > 0:
         begin = softmax_attention(q[:, : g + f * b], k, v, key_padding_mask=padding)
         o = torch.cat([begin, o[:, f * b :]], 1)

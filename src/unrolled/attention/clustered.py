@@ -43,7 +43,7 @@ from unrolled.ops.node import any_length, like_attention, one_node
 from unrolled.ops.options import check_integers
 from unrolled.ops.packing import reorder
 from unrolled.ops.positions import positions_from_padding
-from unrolled.ops.precision import accumulation_dtype, without_autocast
+from unrolled.ops.precision import accumulated, accumulation_dtype, without_autocast
 from unrolled.ops.random_features import Projection
 from unrolled.ops.replay import chosen
 from unrolled.ops.softmax import softmax_attention, softmax_or_zero
@@ -260,7 +260,7 @@ class ClusteredAttention(MultiHeadAttention[None, bool]):
         B, T, H, _ = q.shape
         if padding is None:
             padding = q.new_zeros(B, T, dtype=torch.bool)
-        q = without_padding(q.to(accumulation_dtype(q.dtype)), padding)
+        q = without_padding(accumulated(q), padding)
         with without_autocast(q.device):
             codes = torch.where(self.hash(pad(q, (0, 1), value=1)) > 0, 1.0, -1.0)
             codes = codes.to(torch.float32).transpose(1, 2).flatten(0, 1)

@@ -37,7 +37,8 @@ from typing import Unpack
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from unrolled.attention._delta import DeltaRule, Rates, random_decay_biases, random_log_paces
+from unrolled.attention._decays import random_decay_biases, random_log_paces
+from unrolled.attention._delta import DeltaRule, Rates
 from unrolled.attention._heads import check_groups
 from unrolled.attention.base import CommonOptions
 from unrolled.contract import CAUSAL_RECURRENCE

@@ -32,13 +32,14 @@ from torch.nn.functional import pad
 
 from unrolled.attention._heads import KeyMasks
 from unrolled.attention._options import GENERAL
+from unrolled.attention._packed import attend_packed
 from unrolled.attention.base import Heads, Masks, MultiHeadAttention
 from unrolled.ops.checks import check_qkv, check_step, shape
 from unrolled.ops.gla import diagonal_linear_attention, diagonal_linear_attention_step
 from unrolled.ops.linear import check_state, linear_attention
 from unrolled.ops.linear.chunked import safe_divide
 from unrolled.ops.masks import without_padding
-from unrolled.ops.packing import length_buckets, put_tokens, segment_ids
+from unrolled.ops.packing import segment_ids
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.scan import linear_scan
 from unrolled.ops.sequence import Shifted
@@ -126,21 +127,6 @@ def causal_efficient_attention(
     return o, EfficientState(kv, sums[:, -1].clone(), maxima[:, -1].clone())
 
 
-def packed_causal_efficient_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, key_padding_mask: Tensor | None = None
-) -> Tensor:
-    """Run `causal_efficient_attention` on N packed sequences, by groups of similar lengths."""
-    check_qkv(q, k, v, key_padding_mask, cu_seqlens)
-    nowhere = torch.zeros(k.shape[:2], dtype=torch.bool, device=k.device)
-    mask = nowhere if key_padding_mask is None else key_padding_mask
-    o = v.new_zeros(*q.shape[:3], v.shape[3])
-    for _, tokens, padding in length_buckets(cu_seqlens, q.shape[1]):
-        q_part, k_part, v_part, masked = (x[0, tokens] for x in (q, k, v, mask))
-        part, _ = causal_efficient_attention(q_part, k_part, v_part, key_padding_mask=masked | padding)
-        o = put_tokens(o, tokens, padding, part)
-    return o
-
-
 def causal_efficient_attention_step(
     q: Tensor, k: Tensor, v: Tensor, state: EfficientState
 ) -> tuple[Tensor, EfficientState]:
@@ -210,9 +196,9 @@ class EfficientAttention(MultiHeadAttention[EfficientState, None]):
         """Attend in parallel."""
         if not self.causal:
             return efficient_attention(*heads[:3], **masks.of_keys())
-        if masks.cu_seqlens is None:
-            return causal_efficient_attention(*heads[:3], key_padding_mask=masks.key_padding_mask)[0]
-        return packed_causal_efficient_attention(*heads[:3], masks.cu_seqlens)
+        if masks.cu_seqlens is not None:
+            return attend_packed(self.attend, heads, masks.cu_seqlens)
+        return causal_efficient_attention(*heads[:3], key_padding_mask=masks.key_padding_mask)[0]
 
     def init_heads(self, batch_size: int) -> EfficientState:
         """Make the state of `batch_size` sequences before their first token."""

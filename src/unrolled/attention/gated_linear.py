@@ -30,7 +30,7 @@ from unrolled.ops.dense import Linear
 from unrolled.ops.gla import diagonal_linear_attention, diagonal_linear_attention_step
 from unrolled.ops.head_norm import HeadRMSNorm
 from unrolled.ops.options import check_above_zero, check_integers
-from unrolled.ops.precision import accumulation_dtype
+from unrolled.ops.precision import accumulated, accumulation_dtype
 from unrolled.ops.sequence import Decayed
 
 
@@ -91,7 +91,7 @@ class GatedLinearAttention(MultiHeadAttention[GatedLinearState, Decay]):
     def read_input(self, x: Tensor) -> Decay:
         """Compute log alpha `[...,G,D]`, in at least fp32."""
         z = self.decay_up(self.decay_down(x))
-        log_alpha = logsigmoid(z.to(accumulation_dtype(z.dtype))) / self.temperature
+        log_alpha = logsigmoid(accumulated(z)) / self.temperature
         return Decay(log_alpha.reshape(*x.shape[:-1], self.n_kv_heads, self.head_dim))
 
     def attend(self, heads: Heads[Decay], masks: Masks) -> Tensor:

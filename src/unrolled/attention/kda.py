@@ -33,7 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from unrolled.attention._delta import DeltaRule, Rates, random_decay_biases, random_log_paces
+from unrolled.attention._decays import random_decay_biases, random_log_paces
+from unrolled.attention._delta import DeltaRule, Rates
 from unrolled.attention._options import ONE_WAY
 from unrolled.attention.base import CommonOptions
 from unrolled.contract import CAUSAL_RECURRENCE

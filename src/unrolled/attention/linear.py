@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from unrolled.attention._options import GENERAL
-from unrolled.attention._state import advance
+from unrolled.attention._state import position_after
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.ops.feature_maps import FeatureMap, make_feature_map
 from unrolled.ops.head_norm import HeadRMSNorm
@@ -40,7 +40,7 @@ from unrolled.ops.linear import LinearOptions, LinearState, check_state, linear_
 from unrolled.ops.linear import operator as kernels
 from unrolled.ops.linear.chunked import Token, safe_divide
 from unrolled.ops.positions import rotary
-from unrolled.ops.precision import accumulation_dtype
+from unrolled.ops.precision import accumulated, accumulation_dtype
 from unrolled.ops.sequence import Decayed
 
 
@@ -161,7 +161,7 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
         """Attend in parallel, continuing from a state."""
         before = LinearState(state.kv, state.k_sum)
         o, after = self._attend(heads, before, Masks(key_padding_mask), causal=True)
-        return o, LinearAttentionState(*after, advance(state.position, heads.q, key_padding_mask))
+        return o, LinearAttentionState(*after, position_after(state.position, heads.q, key_padding_mask))
 
     def summarise(self, heads: Heads[None], key_padding_mask: Tensor | None) -> Decayed:
         """Sum over these tokens; the earlier state is kept."""
@@ -241,4 +241,4 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
 
     def _summable(self, v: Tensor) -> Tensor:
         """Convert half-precision values to fp32 if no denominator keeps their sum in range."""
-        return v if self.normalize else v.to(accumulation_dtype(v.dtype))
+        return v if self.normalize else accumulated(v)

@@ -30,9 +30,8 @@ from unrolled.attention._options import BIDIRECTIONAL_ONLY
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.ops.checks import check_qkv
 from unrolled.ops.chunks import cut
-from unrolled.ops.masks import zero_padding
 from unrolled.ops.options import check_integers
-from unrolled.ops.packing import reorder, valid_first
+from unrolled.ops.packing import valid_tokens_first
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.softmax import softmax_attention
 
@@ -157,21 +156,6 @@ PROJECTIONS: dict[str, type[Projection]] = {
 }
 
 
-def theorem_rank(length: int, head_dim: int, error: float = 0.5) -> int:
-    """Rank k = min(9 D ln D, 5 ln n) / error^2 at which matrices E, F exist with that relative error.
-
-    Theorem 2 of the paper, with its constants. In the paper they are inside a Theta, and training need not
-    find such matrices: use the result as a first guess, not as a guarantee.
-    """
-    if length < 1 or head_dim < 1 or not 0 < error < 1:
-        raise ValueError(
-            f"length is {length}, head_dim {head_dim} and error {error}, "
-            "but must be at least 1, at least 1, and between 0 and 1"
-        )
-    rank = min(9 * head_dim * math.log(head_dim), 5 * math.log(length)) / error**2
-    return min(length, max(1, math.ceil(rank)))
-
-
 def linformer_reference(q: Tensor, k: Tensor, v: Tensor, E: Tensor, F: Tensor) -> Tensor:
     """One head by the equation: `q [T,D]`, `k [S,D]`, `v [S,M]`, `E, F [k,S]` to `[T,M]`."""
     scores = q @ (E @ k).mT / math.sqrt(q.shape[-1])
@@ -197,16 +181,13 @@ def linformer_attention(
     Raises:
         ValueError: more keys than the projections take, or an argument of the wrong shape or type.
     """
-    check_qkv(q, k, v)
+    check_qkv(q, k, v, key_padding_mask)
     for projection in (project_k, project_v):
         if k.shape[1] > projection.max_length:
             raise ValueError(f"k has length {k.shape[1]}, but max_length is {projection.max_length}")
     padding, empty = None, None
     if key_padding_mask is not None:
-        k, v = zero_padding(key_padding_mask, k, v)
-        places = valid_first(key_padding_mask)
-        k, v = reorder(k, places), reorder(v, places)
-        padding = reorder(key_padding_mask, places)
+        (k, v), padding, _ = valid_tokens_first(key_padding_mask, k, v)
         empty = project_k.empty_slots(padding)
     return softmax_attention(q, project_k(k, padding), project_v(v, padding), key_padding_mask=empty)
 

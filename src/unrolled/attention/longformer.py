@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from unrolled.attention._options import GENERAL
 from unrolled.attention._packed import attend_packed
-from unrolled.attention._parts import attend_to_all
+from unrolled.attention._parts import attend_to_keys
 from unrolled.attention._window import SlidingWindow
 from unrolled.attention.base import CommonOptions, Heads, Masks, Projected
 from unrolled.contract import UnsupportedError
@@ -241,7 +241,7 @@ class LongformerAttention(SlidingWindow[Globals]):
         missing = torch.arange(n_global, device=q.device) >= is_global.sum(1, keepdim=True)
         hidden = is_global if padding is None else is_global | padding
         global_k, global_v = reorder(k, places), reorder(v, places)
-        far = attend_to_all(q, global_k, global_v, missing)
+        far = attend_to_keys(q, global_k, global_v, missing)
         o, _ = merge_softmax([self.near(q, k, v, key_padding_mask=hidden), far])
         # Global queries: all keys by the global projections, written over the outputs of the local queries.
         read = window_attention(

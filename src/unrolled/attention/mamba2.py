@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
-from unrolled.attention._delta import random_decay_biases
+from unrolled.attention._decays import random_decay_biases
 from unrolled.attention._heads import check_groups, of_every_head
 from unrolled.attention._options import ONE_WAY
 from unrolled.attention._state import total_decay, without_denominator
@@ -33,7 +33,7 @@ from unrolled.contract import CAUSAL_RECURRENCE
 from unrolled.ops.dense import Linear
 from unrolled.ops.head_norm import HeadRMSNorm
 from unrolled.ops.linear import Keys, LinearState, linear_attention, linear_attention_step
-from unrolled.ops.precision import accumulation_dtype
+from unrolled.ops.precision import accumulated
 from unrolled.ops.sequence import Decayed
 
 
@@ -101,7 +101,7 @@ class Mamba2(MultiHeadAttention[Mamba2State, Steps]):
     def read_input(self, x: Tensor) -> Steps:
         """Compute the step sizes d and the logarithms of the decays a, `[...,H]` each."""
         size = self.step_proj(x)
-        size = softplus(size.to(accumulation_dtype(size.dtype)))
+        size = softplus(accumulated(size))
         return Steps(size, -self.log_pace.to(size.dtype).exp() * size)
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class Mamba2(MultiHeadAttention[Mamba2State, Steps]):
 
     def _rule(self, heads: Heads[Steps]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q and k of every head, d v, and v, all in at least fp32."""
-        q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in heads[:3])
+        q, k, v = (accumulated(x) for x in heads[:3])
         if self.short_conv is None:
             q, k, v = silu(q), silu(k), silu(v)
         q, k = of_every_head(q, self.n_heads), of_every_head(k, self.n_heads)

@@ -33,7 +33,7 @@ from unrolled.ops.checks import check_qkv
 from unrolled.ops.masks import without_padding, zero_padding
 from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.options import check_integers
-from unrolled.ops.packing import reorder, valid_first
+from unrolled.ops.packing import valid_tokens_first
 from unrolled.ops.positions import positions_from_padding
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.softmax import softmax_attention
@@ -258,7 +258,6 @@ class NystromformerAttention(MultiHeadAttention[None, None]):
         elif key_padding_mask is None:
             y = self.conv(v.transpose(1, 2)).transpose(1, 2)
         else:
-            places = valid_first(key_padding_mask)
-            v = reorder(without_padding(v, key_padding_mask), places)
-            y = reorder(self.conv(v.transpose(1, 2)).transpose(1, 2), places.argsort(1))
+            (v,), _, back = valid_tokens_first(key_padding_mask, v)
+            y = back(self.conv(v.transpose(1, 2)).transpose(1, 2))
         return y.repeat_interleave(self.n_heads // self.n_kv_heads, dim=2)

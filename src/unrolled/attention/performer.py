@@ -48,15 +48,16 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.attention._options import GENERAL
-from unrolled.attention._state import advance
+from unrolled.attention._state import position_after
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.contract import UnsupportedError
 from unrolled.ops import favor
-from unrolled.ops.checks import changed, check_qkv
+from unrolled.ops.checks import check_qkv
 from unrolled.ops.favor import FavorState
 from unrolled.ops.linear import LinearOptions, LinearState, linear_attention, linear_attention_step
 from unrolled.ops.masks import without_padding
-from unrolled.ops.precision import accumulation_dtype, without_autocast
+from unrolled.ops.observing import changed
+from unrolled.ops.precision import accumulated, without_autocast
 from unrolled.ops.random_features import (
     Projection,
     Rows,
@@ -195,7 +196,7 @@ class FavorMap(nn.Module):
     def forward(self, x: Tensor) -> Features:
         """Return phi(x), in at least fp32."""
         with without_autocast(x.device):
-            x = x.to(accumulation_dtype(x.dtype))
+            x = accumulated(x)
             return self.kind.features(x, (lambda x: x) if self.projection is None else self.projection)
 
     def exponential_rows(self) -> Tensor | None:
@@ -362,7 +363,7 @@ class PerformerAttention(MultiHeadAttention[PerformerState, None]):
     ) -> tuple[Tensor, PerformerState]:
         """Attend in parallel, continuing from a state."""
         o, after = self._favor(heads, FavorState(*state[:3]), Masks(key_padding_mask))
-        position = advance(state.position, heads.q, key_padding_mask)
+        position = position_after(state.position, heads.q, key_padding_mask)
         return self._unless_redrawn(o, state), PerformerState(*after, position, state.draw)
 
     def summarise(self, heads: Heads[None], key_padding_mask: Tensor | None) -> Shifted:

@@ -29,8 +29,9 @@ from torch import Tensor
 
 from unrolled.attention._heads import KeyMasks
 from unrolled.attention._options import ONE_WAY, HeadOptions
-from unrolled.attention._state import advance, without_denominator
+from unrolled.attention._state import position_after, without_denominator
 from unrolled.attention.base import Heads, Masks, MultiHeadAttention
+from unrolled.attention.linear import last
 from unrolled.contract import CAUSAL_RECURRENCE
 from unrolled.ops.checks import check_qkv, shape
 from unrolled.ops.dense import Linear
@@ -133,8 +134,7 @@ def _scaled_and_rotated(
     q, k, v = q.to(dtype) * q.shape[-1] ** -0.5, k.to(dtype), v.to(dtype)
     if positions is None:
         return q, k, v
-    of_queries = positions[:, positions.shape[1] - q.shape[1] :]
-    return rotate(q, of_queries), rotate(k, positions), v
+    return rotate(q, last(positions, q)), rotate(k, positions), v
 
 
 class Retention(MultiHeadAttention[RetentionState, None]):
@@ -200,12 +200,13 @@ class Retention(MultiHeadAttention[RetentionState, None]):
     ) -> tuple[Tensor, RetentionState]:
         """Attend in parallel, continuing from a state."""
         o, kv = self._retain(heads, state.kv, Masks(key_padding_mask))
-        return o, RetentionState(kv, advance(state.position, heads.q, key_padding_mask))
+        return o, RetentionState(kv, position_after(state.position, heads.q, key_padding_mask))
 
     def summarise(self, heads: Heads[None], key_padding_mask: Tensor | None) -> Decayed:
         """Sum over these tokens; the earlier state decays with each of them."""
         _, kv = self._retain(heads.without_queries(), None, Masks(key_padding_mask))
-        tokens = advance(torch.zeros(len(kv), dtype=torch.long, device=kv.device), heads.k, key_padding_mask)
+        nothing = torch.zeros(len(kv), dtype=torch.long, device=kv.device)
+        tokens = position_after(nothing, heads.k, key_padding_mask)
         rates = log_gamma(self.n_kv_heads, kv.device)
         return Decayed({"kv": kv}, (tokens.unsqueeze(1) * rates).to(kv.dtype))
 

@@ -37,7 +37,7 @@ from unrolled.ops.dense import Linear
 from unrolled.ops.dplr import dplr, dplr_step
 from unrolled.ops.head_scale import scale_heads
 from unrolled.ops.options import check_above_zero, check_integers
-from unrolled.ops.precision import accumulation_dtype
+from unrolled.ops.precision import accumulated, accumulation_dtype
 from unrolled.ops.sequence import Transformed, causal_conv
 
 MIXTURES = {"r": 0.2, "k": 0.7, "v": 0.7, "w": 0.9, "a": 0.9, "g": 0.2}
@@ -221,7 +221,7 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
 
     def _rule(self, heads: Heads[Controls]) -> Rule:
         """Compute the inputs of the rule in at least fp32."""
-        q, f, v = (x.to(accumulation_dtype(x.dtype)) for x in heads[:3])
+        q, f, v = (accumulated(x) for x in heads[:3])
         log_decay, rate, *_ = heads.inputs
         f, v = of_every_head(f, self.n_heads), of_every_head(v, self.n_heads)
         erased = scale_heads(f * self.erased.to(f.dtype), 1.0, SMALLEST_SQUARE)

@@ -32,7 +32,7 @@ from typing import ClassVar, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from unrolled.attention._cache import CachedAttention, attend_to_cache
+from unrolled.attention._cache import CachedAttention
 from unrolled.attention._options import GENERAL
 from unrolled.attention.base import CommonOptions, Heads, Masks, Projected
 from unrolled.ops.checks import check_attn_mask, check_qkv
@@ -41,7 +41,7 @@ from unrolled.ops.linear.chunked import safe_divide
 from unrolled.ops.masks import causal_mask, packed_mask, zero_padding
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.precision import accumulation_dtype, exact_dtype, without_autocast
-from unrolled.ops.softmax import KVCache
+from unrolled.ops.softmax import KVCache, attend_to_cache
 
 
 class Kernel(NamedTuple):

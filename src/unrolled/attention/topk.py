@@ -27,18 +27,20 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from unrolled.attention._cache import CachedAttention, attend_to_cache
+from unrolled.attention._cache import CachedAttention
 from unrolled.attention._options import GENERAL
 from unrolled.attention.base import CommonOptions, Heads, Masks
-from unrolled.ops.checks import check_attn_mask, check_qkv, check_step, transforming
+from unrolled.ops.checks import check_attn_mask, check_qkv, check_step
 from unrolled.ops.masks import zero_padding
 from unrolled.ops.node import like_attention, one_node
+from unrolled.ops.observing import transforming
 from unrolled.ops.options import check_integers
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.replay import chosen
 from unrolled.ops.softmax import (
     KVCache,
+    attend_to_cache,
     cached_scores,
     extend_cache_by_one,
     softmax_attention,

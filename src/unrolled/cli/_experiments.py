@@ -13,10 +13,10 @@ from unrolled import data, experiments, training
 from unrolled.bench.machine import processor
 from unrolled.bench.spectra import mean_mass
 from unrolled.cli import run_config
-from unrolled.cli._errors import error_rate
+from unrolled.cli._bleu import bleu
+from unrolled.cli._error_rate import error_rate
 from unrolled.cli._overlap import intersection_over_union
 from unrolled.cli._scores import count_splits
-from unrolled.cli.bleu import bleu
 from unrolled.decode import load_model
 from unrolled.experiments import SPECTRUM, Experiment, Figures, Results, Trial
 from unrolled.files import read_object, write_file

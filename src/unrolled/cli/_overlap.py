@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from unrolled.cli._outputs import outputs
+from unrolled.cli._answers import answers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,7 +25,7 @@ def intersection_over_union(model: "nn.Module", dataset: "BaseDataset", batch_si
     with torch.inference_mode():
         for batch in dataset.eval_batches(batch_size):
             asked = batch.targets != IGNORED
-            found, wanted = outputs(model, batch, device)[asked] > 0, batch.targets[asked] > 0
+            found, wanted = answers(model, batch, device)[asked] > 0, batch.targets[asked] > 0
             both += int((found & wanted).sum())
             either += int((found | wanted).sum())
     return both / either if either else None

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
-from unrolled.cli import _errors
-from unrolled.cli._outputs import outputs
+from unrolled.cli import _error_rate
+from unrolled.cli._answers import answers
 from unrolled.cli._overlap import intersection_over_union
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def measure(model: Any, run: "Run", positions: bool = False, beam_size: int = 1)
         splits: for each split with an accuracy, the number of correct answers and the number of all answers.
         positions: for tokens, the score of all positions, then those of ranges if `positions` is True.
         iou: for bits, the intersection over union of predicted and true bits.
-        errors: for speech, the error rate of the validation split; see `_errors.error_rate`.
+        errors: for speech, the error rate of the validation split; see `_error_rate.error_rate`.
         perplexity: for byte pairs and words, e to the loss.
         bits_per_byte: for text, the loss in bits per byte of UTF-8, from the mean number of bytes per target.
     """
@@ -88,9 +88,9 @@ def measure(model: Any, run: "Run", positions: bool = False, beam_size: int = 1)
         if found["iou"] is not None:
             typer.echo(f"validation split: intersection over union {found['iou']:.2%}")
     if task == "transcription":
-        rate = _errors.error_rate(model, dataset, run.train.batch_size, beam_size)
+        rate = _error_rate.error_rate(model, dataset, run.train.batch_size, beam_size)
         found["errors"] = asdict(rate)
-        typer.echo(_errors.sentence(rate))
+        typer.echo(_error_rate.sentence(rate))
     if positions:
         typer.echo(f"\n{_table(scores)}")
     return found
@@ -182,7 +182,7 @@ def count_right(
     right = count = 0
     with torch.inference_mode():
         for batch in batches:
-            judged = judge(outputs(model, batch, device), batch.targets)
+            judged = judge(answers(model, batch, device), batch.targets)
             right += int(judged.sum())
             count += judged.numel()
     return right, count

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from unrolled.cli._bleu import SEARCH, TEST_PART, bleu_reporter
 from unrolled.cli._options import DataDir, Device, Force, Weights, refuse
-from unrolled.cli.bleu import SEARCH, TEST_PART, bleu_reporter
 
 
 def evaluate(

@@ -49,10 +49,9 @@ class BytePairs:
             ImportError: the library `tokenizers` is not installed.
             ValueError: the text is not a tokenizer.
         """
+        library = _library()
         try:
-            tokenizer = _library().Tokenizer.from_str(text)
-        except ImportError:
-            raise
+            tokenizer = library.Tokenizer.from_str(text)
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"it is not a tokenizer: {error}") from error
         tokenizer.encode_special_tokens = True

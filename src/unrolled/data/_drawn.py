@@ -22,6 +22,7 @@ class DrawnDataset(BaseDataset):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check()
+        self._open()
         self._val = self._draw_validation(np.random.default_rng((0, 0, 1)))
 
     def epoch_size(self, split: Split) -> int:
@@ -55,6 +56,9 @@ class DrawnDataset(BaseDataset):
 
     def _check(self) -> None:
         """Raise ValueError if options contradict each other."""
+
+    def _open(self) -> None:
+        """Read the files that the examples are made of."""
 
     @abstractmethod
     def _draw(self, rng: np.random.Generator, count: int) -> Batch:

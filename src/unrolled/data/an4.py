@@ -16,8 +16,8 @@ from torch import Tensor
 from unrolled.contract import Batch, Split
 from unrolled.data._base import Task
 from unrolled.data._checks import check_request
+from unrolled.data._epochs import EpochDataset, epoch_rows_by_length
 from unrolled.data._files import load_published, read_archive
-from unrolled.data._images import EpochDataset, epoch_rows_by_length
 from unrolled.data._sound import Samples, log_mel, read_sound
 from unrolled.data._speech import Utterance, as_batch, hide
 from unrolled.data._vocabulary import Vocabulary

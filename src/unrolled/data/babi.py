@@ -25,8 +25,8 @@ from torch import Tensor
 from unrolled.contract import IGNORED, Batch, Split
 from unrolled.data._base import Task
 from unrolled.data._checks import check_batch_size
+from unrolled.data._epochs import EpochDataset
 from unrolled.data._files import folder, load_published, read_archive
-from unrolled.data._images import EpochDataset
 from unrolled.fields import Count, Size
 
 URL = "http://www.thespermwhale.com/jaseweston/babi/tasks_1-20_v1-2.tar.gz"

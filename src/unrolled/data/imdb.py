@@ -13,8 +13,8 @@ from torch import Tensor
 
 from unrolled.contract import Batch, Split
 from unrolled.data._base import Task
+from unrolled.data._epochs import EpochDataset
 from unrolled.data._files import load_published, read_archive
-from unrolled.data._images import EpochDataset
 from unrolled.data._padding import padded
 from unrolled.data._tokenizer import TextTokenizer
 from unrolled.data._vocabulary import Vocabulary

@@ -13,10 +13,11 @@ again.
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
+from annotated_types import Ge
 
 from unrolled.contract import Batch
 from unrolled.data._base import Task
@@ -65,7 +66,7 @@ class ListopsDataset(DrawnDataset):
     shortest: Size = 500
     length: Size = 2_000
     depth: Size = 10
-    arguments: Size = 10
+    arguments: Annotated[int, Ge(2)] = 10
     val_size: Size = 1_000
 
     task: ClassVar[Task] = "labels"
@@ -73,8 +74,6 @@ class ListopsDataset(DrawnDataset):
     n_classes: ClassVar[int] = 10
 
     def _check(self) -> None:
-        if self.arguments < 2:
-            raise ValueError(f"arguments is {self.arguments}, but must be at least 2")
         if self.shortest > self.length:
             raise ValueError(f"shortest is {self.shortest}, but must be at most length = {self.length}")
 

@@ -9,10 +9,11 @@ al. 2021, "SSTVOS", arXiv 2101.08833, on DAVIS.
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from unrolled.contract import IGNORED, Batch, Split
@@ -50,8 +51,8 @@ class MovingMnistDataset(DrawnDataset):
         ValueError: an option is impossible, or a file of MNIST is corrupt or missing.
     """
 
-    frames: Size = 8
-    size: Size = 64
+    frames: Annotated[int, Ge(2)] = 8
+    size: Annotated[int, Ge(SIDE)] = 64
     patch: Size = 8
     n_digits: Size = 2
     val_size: Size = 200
@@ -75,14 +76,10 @@ class MovingMnistDataset(DrawnDataset):
         return self.patch**2
 
     def _check(self) -> None:
-        if self.frames < 2:
-            raise ValueError(
-                f"frames is {self.frames}, but must be at least 2: the mask of the first is given"
-            )
-        if self.size < SIDE:
-            raise ValueError(f"size is {self.size}, but must be at least {SIDE}, the size of a digit")
         if self.size % self.patch:
             raise ValueError(f"patch is {self.patch}, but must divide size = {self.size}")
+
+    def _open(self) -> None:
         self._digits: dict[Split, np.ndarray] = {
             split: mnist.parse_idx_images(read_published(file, self.data_dir)).numpy()
             for split, file in mnist.FILES.items()

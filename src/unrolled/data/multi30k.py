@@ -18,8 +18,8 @@ from unrolled.contract import IGNORED, Batch, Split
 from unrolled.data._base import Task
 from unrolled.data._bpe import END_ID, SMALLEST, BytePairs
 from unrolled.data._checks import check_request
+from unrolled.data._epochs import EpochDataset, epoch_rows_by_length
 from unrolled.data._files import PublishedFile, read_published
-from unrolled.data._images import EpochDataset, epoch_rows_by_length
 from unrolled.data._vocabulary import Vocabulary
 from unrolled.ops.masks import padding_mask
 

@@ -11,11 +11,12 @@ import math
 import random
 from dataclasses import dataclass
 from itertools import product
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from annotated_types import Ge
 
 from unrolled.contract import Batch
 from unrolled.data._base import Task
@@ -53,17 +54,13 @@ class PathfinderDataset(DrawnDataset):
     """
 
     size: Size = 32
-    dashes: Size = 6
+    dashes: Annotated[int, Ge(2)] = 6
     distractors: Count = 2
     val_size: Size = 1_000
 
     task: ClassVar[Task] = "labels"
     vocab_size: ClassVar[int] = 256
     n_classes: ClassVar[int] = 2
-
-    def _check(self) -> None:
-        if self.dashes < 2:
-            raise ValueError(f"dashes is {self.dashes}, but must be at least 2")
 
     @property
     def length(self) -> int:

@@ -18,8 +18,8 @@ from torch import Tensor
 from unrolled.contract import Batch, Split
 from unrolled.data import imdb
 from unrolled.data._base import Task
+from unrolled.data._epochs import EpochDataset
 from unrolled.data._files import load_published
-from unrolled.data._images import EpochDataset
 from unrolled.data._padding import padded
 from unrolled.fields import Size
 

@@ -65,9 +65,8 @@ class SpokenDigitsDataset(DrawnDataset):
     recipe: ClassVar[str] = "speech"
     vocab_size: ClassVar[int] = len(WORDS)
 
-    def __post_init__(self) -> None:
+    def _open(self) -> None:
         self._recordings = load_published(PATHS, URL, read_recordings, self.data_dir)
-        super().__post_init__()
 
     @property
     def vocabulary(self) -> Vocabulary:

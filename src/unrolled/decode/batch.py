@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from unrolled.decode.memory import PlanState
 from unrolled.decode.request import Sampling
 from unrolled.ops import native
 
 if TYPE_CHECKING:
-    from unrolled.decode.plan import Plan, PlanState
+    from unrolled.decode.plan import Plan
 
 
 MOST_TOLD = 16  # the most tokens drawn at once while a row keeps its logits

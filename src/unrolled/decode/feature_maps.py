@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from unrolled.contract import UnsupportedError
-from unrolled.decode.program import Builder, Value
+from unrolled.decode.builder import Builder
+from unrolled.decode.program import Value
 from unrolled.ops.feature_maps import (
     T2R,
     CosFormer,

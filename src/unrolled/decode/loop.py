@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from unrolled.decode.batch import Batch, Drawing
+from unrolled.decode.memory import PlanState
 from unrolled.decode.request import OnToken, Request
 from unrolled.ops import native
 from unrolled.ops.state import map_tensors, select
 
 if TYPE_CHECKING:
-    from unrolled.decode.plan import Plan, PlanState
+    from unrolled.decode.plan import Plan
 
 BLOCK_SECONDS = 0.02  # between two returns to Python, where callbacks run and an interrupt is noticed
 

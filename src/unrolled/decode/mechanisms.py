@@ -16,8 +16,9 @@ from unrolled.attention.rfa import RandomFeatureAttention
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.attention.window import WindowAttention
 from unrolled.contract import UnsupportedError
+from unrolled.decode.builder import Builder
 from unrolled.decode.feature_maps import features
-from unrolled.decode.program import Builder, Heads, Value, require
+from unrolled.decode.program import Heads, Value, require
 from unrolled.ops.head_norm import HeadRMSNorm
 from unrolled.ops.random_features import SMALLEST_DIVISOR
 

@@ -8,18 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.contract import UnsupportedError
+from unrolled.decode.builder import Builder
 from unrolled.decode.calibration import roundings
 from unrolled.decode.mechanisms import attention
 from unrolled.decode.packing import Weights
-from unrolled.decode.program import Builder, Program, Value, require
+from unrolled.decode.program import Program, Value, require
 from unrolled.models import Decoder
 from unrolled.models.blocks import AttentionBlock, Block, FeedForward
 from unrolled.models.embeddings import PixelEmbedding, PositionEmbedding
 from unrolled.models.heads import Categorical, LogisticMixture
 from unrolled.models.stack import Stack
 from unrolled.ops import native
-from unrolled.ops.checks import changed
 from unrolled.ops.dropout import Dropout
+from unrolled.ops.observing import changed
 
 HEAD_WEIGHTS: Weights = "int8"  # the form with the fewest bits for the head; see `unrolled.decode.packing`
 MOST_GRID_POINTS = 1 << 16  # the most points of axial positions whose vectors are computed beforehand

@@ -13,56 +13,28 @@ from collections.abc import Sequence
 from ctypes import Array, addressof, c_char, create_string_buffer
 from operator import add
 from pathlib import Path
-from typing import NamedTuple, Unpack, cast
+from typing import Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
 from unrolled.contract import UnsupportedError
 from unrolled.decode import loop, saving, states
+from unrolled.decode.memory import Layout, Mark, PlanState, copied
 from unrolled.decode.models import program
 from unrolled.decode.packing import PACKINGS, Weights
-from unrolled.decode.program import KEY_BLOCK, MOST_POSITIONS, Program
+from unrolled.decode.program import MOST_POSITIONS, Program
 from unrolled.decode.request import OnToken, Options, Prompts, Request
 from unrolled.models import Decoder, DecoderConfig, DecoderState
 from unrolled.models.checks import check_ids
 from unrolled.models.saving import PLAN_FILE
 from unrolled.ops import native
-from unrolled.ops.checks import check_key_padding_mask, observed, wrong
+from unrolled.ops.checks import check_key_padding_mask, wrong
 from unrolled.ops.dispatch import prefers
+from unrolled.ops.observing import observed
 from unrolled.ops.options import check_batch_size, check_integers
 from unrolled.ops.sequence import refuse
 from unrolled.ops.state import leaves, map_tensors
-
-STATE_TYPES = [torch.long, torch.float32, torch.float32]
-
-
-class PlanState(NamedTuple):
-    """The state of a plan after the tokens it has read.
-
-    Attributes:
-        position: [B] long, the number of tokens read so far.
-        fixed: [B, F] fp32, all that has a constant size: the sums of linear attention, windows, the last
-            inputs of convolutions.
-        cache: [B, S, C] fp32, the keys and values of softmax layers. In each row, the keys of a head lie
-            together, [S / 16, D, 16], and so do its values, [S, M]; S is at least the number of tokens.
-    """
-
-    position: Tensor
-    fixed: Tensor
-    cache: Tensor
-
-
-class Mark(NamedTuple):
-    """A state of one sequence to which a plan can return after it has read more tokens in place.
-
-    Attributes:
-        state: the state; its cache is shared with the sequence, which only adds to it.
-        block: the block of each part of the cache to which the next token is added.
-    """
-
-    state: PlanState
-    block: list[Tensor]
 
 
 class Plan:
@@ -84,6 +56,7 @@ class Plan:
         self.config, self.weights = config, weights
         self.steady = False
         self._program, self._empty = program, empty
+        self._layout = Layout(program.state_size, program.cache)
         self.documents: dict[str, object] = {}
 
     @property
@@ -110,12 +83,7 @@ class Plan:
     def init_state(self, batch_size: int) -> PlanState:
         """The state before the first token."""
         check_batch_size(batch_size)
-        p = self._program
-        return PlanState(
-            torch.zeros(batch_size, dtype=torch.long, device="cpu"),
-            native.floats(batch_size, p.state_size).zero_(),
-            native.floats(batch_size, 0, sum(p.cache)),
-        )
+        return self._layout.empty(batch_size)
 
     def prefill(
         self,
@@ -151,7 +119,7 @@ class Plan:
         logits = native.floats(B * (T - first), self.config.vocab_size).zero_()
         row, column = keep.nonzero().unbind(1)
         place = torch.where(column < first, -1, row * (T - first) + column - first)
-        after = self.with_room(_copy(state), keep.sum(1).tolist())
+        after = self.with_room(copied(state), keep.sum(1).tolist())
         self.read(tokens[keep], row, place, [after], logits)
         return logits.view(B, T - first, self.config.vocab_size), after
 
@@ -165,7 +133,7 @@ class Plan:
             raise ValueError("state is not contiguous, but must be so with in_place=True")
         rows = torch.arange(len(token), device="cpu")
         logits = native.floats(len(token), self.config.vocab_size)
-        after = self.with_room(state if in_place else _copy(state), 1)
+        after = self.with_room(state if in_place else copied(state), 1)
         self.read(token, rows, rows, [after], logits)
         return logits, after
 
@@ -207,7 +175,7 @@ class Plan:
         Raises:
             ValueError: it is not a state of this plan.
         """
-        self._check_state(state)
+        self._layout.check(state)
         return states.to_model(self._program.slots, state, self._empty)
 
     def _fits(self, state: DecoderState) -> bool:
@@ -257,43 +225,23 @@ class Plan:
         needed = max(map(add, positions, added), default=0)
         if needed > self._program.most_positions:
             raise ValueError(self.too_long(needed))
-        return state._replace(cache=self._grown(state.cache, needed))
+        return state._replace(cache=self._layout.grown(state.cache, needed))
 
     def resized(self, state: PlanState, tokens: int) -> PlanState:
         """Return a copy of a state whose cache has room for that many tokens in all, and no more."""
-        position, fixed, cache = state
-        if len(position):
-            tokens = max(tokens, int(position.max()))
-        return PlanState(position.clone(), fixed.clone(), self._resized(cache, tokens))
+        return self._layout.resized(state, tokens)
 
     def mark(self, state: PlanState) -> Mark:
         """Note the state of one sequence, for `back`; no more of the cache is copied than one block."""
-        noted = PlanState(state.position.clone(), state.fixed.clone(), state.cache)
-        return Mark(noted, [x.clone() for x in self._block(noted)])
+        return self._layout.mark(state)
 
     def back(self, mark: Mark) -> PlanState:
         """Return a copy of the state that was noted, as it was then."""
-        made = self.resized(mark.state, 0)
-        for block, noted in zip(self._block(made), mark.block, strict=True):
-            block.copy_(noted)
-        return made
-
-    def _block(self, state: PlanState) -> list[Tensor]:
-        """Return the block of each part of the cache that is full in part, as views; none if all are full."""
-        number, full = divmod(int(state.position), KEY_BLOCK)
-        if not full:
-            return []
-        capacity, flat = state.cache.shape[1], state.cache.view(-1)
-        begins = [sum(self._program.cache[:part]) * capacity for part in range(len(self._program.cache))]
-        return [
-            flat[begin + number * KEY_BLOCK * size :][: KEY_BLOCK * size]
-            for begin, size in zip(begins, self._program.cache, strict=True)
-        ]
+        return self._layout.back(mark)
 
     def state_bytes(self, tokens: int) -> int:
         """Bytes of the state of one sequence with room for that many tokens."""
-        capacity = -(-tokens // KEY_BLOCK) * KEY_BLOCK
-        return 8 + 4 * (self._program.state_size + sum(self._program.cache) * capacity)
+        return self._layout.nbytes(tokens)
 
     def read(
         self, tokens: Tensor, rows: Tensor, places: Tensor, states: Sequence[PlanState], logits: Tensor
@@ -350,49 +298,10 @@ class Plan:
 
     def _check(self, name: str, tokens: Tensor, state: PlanState, axes: str) -> None:
         refuse("a plan")
-        self._check_state(state)
+        self._layout.check(state)
         check_ids(name, tokens, self.config.vocab_size + self.config.start_token, state.fixed, axes)
         if (found := len(state.position)) != (rows := tokens.shape[0]):
             raise ValueError(f"state has {found} rows, but must have {rows}, as {name} has")
-
-    def _check_state(self, state: PlanState) -> None:
-        """Raise ValueError unless it is a state of this plan."""
-        if not isinstance(state, PlanState):
-            raise ValueError(f"state is a {type(state).__name__}, but must be a PlanState, from this plan")
-        position, fixed, cache = (x.shape for x in state)
-        B, p = len(state.position), self._program
-        if position != (B,) or fixed != (B, p.state_size) or (cache[0], *cache[2:]) != (B, sum(p.cache)):
-            found = [list(position), list(fixed), list(cache)]
-            raise ValueError(f"state has the shapes {found}, but must be of this plan")
-        types = [x.dtype for x in state]
-        if types != STATE_TYPES or state.cache.shape[1] % KEY_BLOCK:
-            raise ValueError(
-                f"state has the types {types} and room for {cache[1]} tokens, but must have the types "
-                f"{STATE_TYPES} and room for a multiple of {KEY_BLOCK}, as this plan makes it"
-            )
-
-    def _grown(self, cache: Tensor, tokens: int) -> Tensor:
-        """Return a cache with room for that many tokens."""
-        _, capacity, width = cache.shape
-        if not width or tokens <= capacity:
-            return cache
-        return self._resized(cache, max(tokens, 2 * capacity))
-
-    def _resized(self, cache: Tensor, tokens: int) -> Tensor:
-        """Return a copy of a cache with room for that many tokens, in whole blocks of keys."""
-        B, capacity, width = cache.shape
-        most = -(-tokens // KEY_BLOCK) * KEY_BLOCK if width else 0
-        made, begin, kept = cache.new_zeros(B, most, width), 0, min(most, capacity)
-        for size in self._program.cache:
-            old = cache.view(B, capacity * width)[:, begin * capacity :][:, : size * kept]
-            made.view(B, most * width)[:, begin * most :][:, : size * kept] = old
-            begin += size
-        return made
-
-
-def _copy(state: PlanState) -> PlanState:
-    """Copy a state into contiguous memory."""
-    return PlanState(*(x.clone(memory_format=torch.contiguous_format) for x in state))
 
 
 def plan(model: nn.Module, weights: Weights = "fp32", *, sample: Tensor | None = None) -> Plan:

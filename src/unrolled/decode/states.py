@@ -6,25 +6,22 @@ place: sums S, then z; a window with the token at position p in slot p % window;
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from unrolled.decode.program import KEY_BLOCK, Constants
+from unrolled.decode.memory import PlanState
+from unrolled.decode.program import KEY_BLOCK, Constants, Slot
 from unrolled.models import DecoderState
 from unrolled.ops.packing import valid_tokens_first
 
-if TYPE_CHECKING:
-    from unrolled.decode.plan import PlanState
-    from unrolled.decode.program import Slot
-
 Fields = dict[str, Tensor]
-Slots = Sequence[Sequence["Slot | Constants"]]
+Slots = Sequence[Sequence[Slot | Constants]]
 
 
-def from_model(slots: Slots, state: DecoderState, after: "PlanState") -> None:
+def from_model(slots: Slots, state: DecoderState, after: PlanState) -> None:
     """Copy the state of a model into that of a plan, which has room for its tokens.
 
     Raises:
@@ -40,7 +37,7 @@ def from_model(slots: Slots, state: DecoderState, after: "PlanState") -> None:
                 _READ[slot.kind](slot, parts, after)
 
 
-def to_model(slots: Slots, state: "PlanState", like: DecoderState) -> DecoderState:
+def to_model(slots: Slots, state: PlanState, like: DecoderState) -> DecoderState:
     """Copy the state of a plan into a state of its model, of the types of `like`."""
     layers = []
     for own, layer in zip(slots, like.layers, strict=True):
@@ -87,11 +84,11 @@ def _part(fixed: Tensor, place: int, sizes: tuple[int, ...]) -> Tensor:
     return fixed[:, place : place + math.prod(sizes)].view(len(fixed), *sizes)
 
 
-def _read_convolution(slot: "Slot", parts: Fields, after: "PlanState") -> None:
+def _read_convolution(slot: "Slot", parts: Fields, after: PlanState) -> None:
     _part(after.fixed, slot.place, slot.sizes).copy_(parts["recent"])
 
 
-def _write_convolution(slot: "Slot", state: "PlanState") -> Fields:
+def _write_convolution(slot: "Slot", state: PlanState) -> Fields:
     return {"recent": _part(state.fixed, slot.place, slot.sizes).clone()}
 
 
@@ -105,12 +102,12 @@ def _sums(slot: "Slot", fixed: Tensor) -> Fields:
     return found
 
 
-def _read_recurrence(slot: "Slot", parts: Fields, after: "PlanState") -> None:
+def _read_recurrence(slot: "Slot", parts: Fields, after: PlanState) -> None:
     for name, x in _sums(slot, after.fixed).items():
         x.copy_(parts[name])
 
 
-def _write_recurrence(slot: "Slot", state: "PlanState") -> Fields:
+def _write_recurrence(slot: "Slot", state: PlanState) -> Fields:
     return {name: x.clone() for name, x in _sums(slot, state.fixed).items()}
 
 
@@ -119,7 +116,7 @@ def _keys(rows: Tensor, place: int, groups: int, slots: int, width: int) -> Tens
     return _part(rows, place, (groups, slots // KEY_BLOCK, width, KEY_BLOCK)).transpose(3, 4)
 
 
-def _window(slot: "Slot", state: "PlanState") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _window(slot: "Slot", state: PlanState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return copies of the keys and values of a window, the slots of the last tokens, and which exist."""
     G, window, D = slot.sizes
     slots = -(-window // KEY_BLOCK) * KEY_BLOCK
@@ -129,7 +126,7 @@ def _window(slot: "Slot", state: "PlanState") -> tuple[Tensor, Tensor, Tensor, T
     return keys, values, (last % window)[:, None, :, None], (last >= 0)[:, None, :, None]
 
 
-def _read_window(slot: "Slot", parts: Fields, after: "PlanState") -> None:
+def _read_window(slot: "Slot", parts: Fields, after: PlanState) -> None:
     keys, values, slots, _ = _window(slot, after)
     k, v = (
         store.scatter(2, slots.expand_as(x), x.to(store.dtype))
@@ -140,13 +137,13 @@ def _read_window(slot: "Slot", parts: Fields, after: "PlanState") -> None:
     after.fixed[:, slot.place : slot.place + both.shape[1]] = both
 
 
-def _write_window(slot: "Slot", state: "PlanState") -> Fields:
+def _write_window(slot: "Slot", state: PlanState) -> Fields:
     *stores, slots, valid = _window(slot, state)
     k, v = (x.gather(2, slots.expand(*x.shape[:2], -1, x.shape[3])).where(valid, 0) for x in stores)
     return {"k": k, "v": v}
 
 
-def _cached(slot: "Slot", state: "PlanState") -> tuple[Tensor, Tensor]:
+def _cached(slot: "Slot", state: PlanState) -> tuple[Tensor, Tensor]:
     """View the keys [B,G,S/16,16,D] and values [B,G,S,M] of a cache."""
     B, S, width = state.cache.shape
     G, _, D = slot.sizes
@@ -154,7 +151,7 @@ def _cached(slot: "Slot", state: "PlanState") -> tuple[Tensor, Tensor]:
     return _keys(rows, begin, G, S, D), _part(rows, begin + G * S * D, (G, S, M))
 
 
-def _read_cache(slot: "Slot", parts: Fields, after: "PlanState") -> None:
+def _read_cache(slot: "Slot", parts: Fields, after: PlanState) -> None:
     k, v, padding = (
         torch.cat([parts[f"past_{name}"], parts[f"recent_{name}"]], axis)
         for name, axis in (("k", 2), ("v", 2), ("padding", 1))
@@ -167,7 +164,7 @@ def _read_cache(slot: "Slot", parts: Fields, after: "PlanState") -> None:
     values.copy_(v)
 
 
-def _write_cache(slot: "Slot", state: "PlanState") -> Fields:
+def _write_cache(slot: "Slot", state: PlanState) -> Fields:
     n = int(state.position.max()) if len(state.position) else 0
     keys, values = _cached(slot, state)
     k, v = keys.flatten(2, 3)[:, :, :n].clone(), values[:, :, :n].clone()  # of one block, flatten is a view
@@ -176,13 +173,13 @@ def _write_cache(slot: "Slot", state: "PlanState") -> Fields:
     return past | {"recent_k": k[:, :, :0], "recent_v": v[:, :, :0], "recent_padding": padding[:, :0]}
 
 
-_READ: dict[str, Callable[["Slot", Fields, "PlanState"], None]] = {
+_READ: dict[str, Callable[["Slot", Fields, PlanState], None]] = {
     "convolution": _read_convolution,
     "recurrence": _read_recurrence,
     "window": _read_window,
     "cache": _read_cache,
 }
-_WRITE: dict[str, Callable[["Slot", "PlanState"], Fields]] = {
+_WRITE: dict[str, Callable[["Slot", PlanState], Fields]] = {
     "convolution": _write_convolution,
     "recurrence": _write_recurrence,
     "window": _write_window,

@@ -8,7 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from unrolled.experiments.definition import SMOKE, SPECTRUM, Experiment, Trial, made_of, merged
+from unrolled.experiments.definition import SMOKE, SPECTRUM, Experiment, Trial, merged
+from unrolled.experiments.reading import made_of
 from unrolled.experiments.results import BESIDE, Figures, Mean, Results, Table, Verdict
 
 __all__ = [

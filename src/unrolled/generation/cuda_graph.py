@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unrolled.ops.checks import changed
+from unrolled.ops.observing import changed
 from unrolled.ops.state import leaves, map_tensors
 
 Advance = Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Any]]

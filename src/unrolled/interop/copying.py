@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.contract import UnsupportedError
+from unrolled.models import Decoder
+from unrolled.models.heads import Categorical
 
 
 class Foreign(Protocol):
@@ -66,6 +68,17 @@ def copy_last_norm(norm: object, like: Tensor) -> nn.LayerNorm:
     ours = nn.LayerNorm(norm.normalized_shape, eps=norm.eps).to(like)
     copy_norm(ours, norm)
     return ours
+
+
+def copy_tables(ours: Decoder, embedding: Tensor, output: Tensor) -> None:
+    """Copy the embeddings and, if they are not tied to it, the matrix of the output layer.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    fill(ours.embedding.weight, embedding)
+    if isinstance(ours.head, Categorical) and ours.head.project is not None:
+        fill(ours.head.project.weight, output)
 
 
 @torch.no_grad()

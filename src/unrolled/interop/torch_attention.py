@@ -10,9 +10,10 @@ from torch.nn import functional as F  # noqa: N812
 from unrolled import attention as mechanisms
 from unrolled.attention.base import Masks, Projected
 from unrolled.contract import UnsupportedError
-from unrolled.ops.checks import check_attn_mask, check_key_padding_mask, may_read
+from unrolled.ops.checks import check_attn_mask, check_key_padding_mask
 from unrolled.ops.dense import Linear, linear
 from unrolled.ops.masks import without_padding
+from unrolled.ops.observing import may_read
 
 
 class MultiheadAttention(nn.Module):

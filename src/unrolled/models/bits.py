@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import IGNORED
-from unrolled.models.heads import at_least_fp32
 from unrolled.ops.checks import check_tensor, shape, wrong
+from unrolled.ops.precision import accumulated
 
 
 def check_numbers(targets: Tensor, like: Tensor) -> None:
@@ -36,5 +36,5 @@ def bit_loss(logits: Tensor, targets: Tensor, key_padding_mask: Tensor | None = 
     if key_padding_mask is not None:
         counted &= ~key_padding_mask.unsqueeze(-1)
     asked = torch.where(counted, targets, 0)
-    nats = F.binary_cross_entropy_with_logits(at_least_fp32(logits), at_least_fp32(asked), reduction="none")
+    nats = F.binary_cross_entropy_with_logits(accumulated(logits), accumulated(asked), reduction="none")
     return torch.where(counted, nats, 0).sum() / counted.sum().clamp(min=1)

@@ -14,9 +14,10 @@ from unrolled import attention
 from unrolled.attention import MultiHeadAttention
 from unrolled.contract import UnsupportedError
 from unrolled.models.config import Activation, TransformerConfig
-from unrolled.ops.checks import transforming, wrong
+from unrolled.ops.checks import wrong
 from unrolled.ops.dense import Layer, Linear
 from unrolled.ops.dropout import Dropout
+from unrolled.ops.observing import transforming
 from unrolled.ops.replay import as_now
 from unrolled.ops.sequence import inside
 from unrolled.ops.state import Parts

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from unrolled.contract import IGNORED
-from unrolled.ops.checks import check_device, check_key_padding_mask, check_tensor, may_read, shape, wrong
+from unrolled.ops.checks import check_device, check_key_padding_mask, check_tensor, shape, wrong
+from unrolled.ops.observing import may_read
 
 
 def check_ids(name: str, ids: Tensor, n_ids: int, table: Tensor | None = None, axes: str = "[B, T]") -> None:

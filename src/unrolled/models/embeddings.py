@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from unrolled.models.blocks import INIT_STD
 from unrolled.models.config import Positions, TransformerConfig
-from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask, may_read, observed
+from unrolled.ops.checks import check_cu_seqlens, check_key_padding_mask
 from unrolled.ops.dense import Layer
-from unrolled.ops.positions import positions_from_cu_seqlens, positions_from_padding, sinusoidal
-from unrolled.ops.sequence import current
+from unrolled.ops.observing import may_read, observed
+from unrolled.ops.positions import sinusoidal
+from unrolled.ops.sequence import current, positions_of
 
 
 class PixelEmbedding(Layer):
@@ -97,16 +98,10 @@ class PositionEmbedding(Layer):
             check_key_padding_mask(key_padding_mask, *x.shape[:2])
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, x, x)
-            positions = positions_from_cu_seqlens(cu_seqlens, T)
-        elif key_padding_mask is not None:
-            positions = positions_from_padding(key_padding_mask)
-        else:
-            positions = torch.arange(T, device=x.device).unsqueeze(0)
+        positions = positions_of(x, key_padding_mask, cu_seqlens)
         if start is not None:
             positions = start.unsqueeze(1) + positions
         if cu_seqlens is None and (ranks := current()) is not None:
-            earlier, _ = ranks.counts(x, key_padding_mask)
-            positions = positions + (earlier.unsqueeze(1) if isinstance(earlier, Tensor) else earlier)
             T = T * ranks.size
         if key_padding_mask is not None:  # padding may reach beyond the last learned position
             positions = positions.masked_fill(key_padding_mask, 0)

@@ -15,10 +15,9 @@ from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.heads import Categorical
 from unrolled.models.reversible import make_stack
 from unrolled.models.saving import RecomputingModel
-from unrolled.ops.checks import shape, wrong
+from unrolled.ops.checks import check_input, shape, wrong
 from unrolled.ops.dense import Layer, Linear
 from unrolled.ops.dropout import Dropout
-from unrolled.ops.inputs import check_input
 from unrolled.ops.masks import zero_padding
 from unrolled.ops.precision import accumulation_dtype
 

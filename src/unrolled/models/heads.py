@@ -9,10 +9,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import IGNORED
 from unrolled.models.checks import check_targets
-from unrolled.ops.checks import changed
 from unrolled.ops.cross_entropy import linear_cross_entropy
 from unrolled.ops.dense import Layer, Linear, linear
-from unrolled.ops.precision import without_autocast
+from unrolled.ops.observing import changed
+from unrolled.ops.precision import accumulated, without_autocast
 
 MANY_LEVELS = 1024
 """With at least this many levels, a loss is computed in pieces and never holds all logits.
@@ -32,7 +32,7 @@ def mean_nll(nll: Tensor, target: Tensor) -> Tensor:
 def token_nll(logits: Tensor, target: Tensor, *, smoothing: float = 0.0) -> Tensor:
     """-log p(target) in nats, at least fp32: logits [..., V] and [...] long -> [...]; 0 where ignored."""
     nll = F.cross_entropy(
-        at_least_fp32(logits).flatten(0, -2),
+        accumulated(logits).flatten(0, -2),
         target.flatten(),
         ignore_index=IGNORED,
         label_smoothing=smoothing,
@@ -93,7 +93,7 @@ class Categorical(Head):
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         """Log-probabilities in at least fp32: [..., d_model] -> [..., levels]."""
-        return at_least_fp32(self(hidden)).log_softmax(-1)
+        return accumulated(self(hidden)).log_softmax(-1)
 
     def nll(self, hidden: Tensor, target: Tensor) -> Tensor:
         """-log p(target) in nats, at least fp32: [..., d_model] and [...] long -> [...]; 0 where ignored."""
@@ -167,7 +167,7 @@ class LogisticMixture(Head):
     def _mixture(self, hidden: Tensor) -> Tensor:
         """The parameters, in at least fp32: bf16 would round means by up to a quarter of a level of 256."""
         with without_autocast(hidden.device):
-            return linear(*map(at_least_fp32, (hidden, self.project.weight, self.project.bias)))
+            return linear(*map(accumulated, (hidden, self.project.weight, self.project.bias)))
 
     def _log_prob(self, parameters: Tensor, level: Tensor) -> Tensor:
         """Log-probability of `level` [...] under `parameters` [..., 3 K], broadcast against each other.
@@ -203,8 +203,3 @@ def _log1mexp(log_d: Tensor) -> Tensor:
     """log(1 - exp(-d)) for d = exp(log_d), as log d + log((1 - exp(-d)) / d): finite where d underflows."""
     d = log_d.exp().clamp(min=1e-15)  # for smaller d the second term rounds to 0
     return log_d + torch.log(-torch.expm1(-d) / d)
-
-
-def at_least_fp32(x: Tensor) -> Tensor:
-    """Convert half precision to fp32; fp64 stays."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

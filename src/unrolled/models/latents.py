@@ -12,10 +12,9 @@ from unrolled.models.checks import check_ids
 from unrolled.models.config import Mechanisms, Sizes, TransformerConfig, check_one_input
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.reversible import make_stack
-from unrolled.ops.checks import wrong
+from unrolled.ops.checks import check_input, check_matches, wrong
 from unrolled.ops.dense import Layer, Linear
 from unrolled.ops.dropout import Dropout
-from unrolled.ops.inputs import check_input, check_matches
 from unrolled.ops.masks import zero_padding
 from unrolled.ops.positions import fourier_features, grid_positions
 from unrolled.ops.softmax import softmax_attention

@@ -35,8 +35,9 @@ from unrolled.contract import IGNORED
 from unrolled.fields import FromData, Positive, Size
 from unrolled.models.checks import check_targets
 from unrolled.models.config import ModelConfig
-from unrolled.models.heads import at_least_fp32
 from unrolled.models.story import StoryModel
+from unrolled.ops.observing import may_read
+from unrolled.ops.precision import accumulated
 
 INIT_STD = 0.1
 QUESTION, CHOSEN, CANDIDATE = range(3)  # the copies of a word
@@ -177,7 +178,7 @@ def ranking(scores: Tensor, right: Tensor, margin: float, candidates: Tensor | N
     Returns:
         `[B]`, in at least fp32.
     """
-    scores = at_least_fp32(scores)
+    scores = accumulated(scores)
     place = right.clamp(min=0).unsqueeze(1)
     hinge = (margin - scores.gather(1, place) + scores).clamp(min=0)
     wrong = torch.ones_like(scores, dtype=torch.bool) if candidates is None else candidates
@@ -192,7 +193,7 @@ def _at(inputs: Tensor, padding: Tensor, place: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _check_facts(facts: Tensor, present: Tensor) -> None:
-    if facts.device.type != "cpu" or torch.compiler.is_compiling():
+    if not may_read(facts):
         return
     given = facts != IGNORED
     if (facts >= present.shape[1]).any() or not present.gather(1, facts.masked_fill(~given, 0))[given].all():

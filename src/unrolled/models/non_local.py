@@ -27,9 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled.ops.checks import shape, wrong_shape
+from unrolled.ops.checks import check_matches, shape, wrong_shape
 from unrolled.ops.dense import Linear
-from unrolled.ops.inputs import check_matches
 from unrolled.ops.sequence import refuse
 from unrolled.ops.softmax import softmax_attention
 

@@ -19,9 +19,9 @@ from unrolled.fields import FromData, Size
 from unrolled.models.bits import bit_loss, check_numbers
 from unrolled.models.cells import stack_of
 from unrolled.models.config import ModelConfig
-from unrolled.models.heads import at_least_fp32
 from unrolled.models.saving import SavedModel
 from unrolled.ops.checks import shape
+from unrolled.ops.precision import accumulated
 from unrolled.recurrent.ntm import NTM, NTMTrace
 
 
@@ -144,5 +144,5 @@ class NTMNumbers(_Layers):
         if self.config.output_size == 1 and targets.dim() == 1:
             numbers = numbers.squeeze(1)
         check_numbers(targets, numbers)
-        squares = F.mse_loss(at_least_fp32(numbers), at_least_fp32(targets), reduction="none")
+        squares = F.mse_loss(accumulated(numbers), accumulated(targets), reduction="none")
         return squares.sum() / max(1, squares.numel())

@@ -27,8 +27,7 @@ from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.heads import Categorical
 from unrolled.models.latents import CrossAttend, InputArray, LatentConfig, Latents, init_perceiver
 from unrolled.models.saving import RecomputingModel
-from unrolled.ops.checks import shape
-from unrolled.ops.inputs import check_matches
+from unrolled.ops.checks import check_matches, shape
 
 Output = Literal["classification", "tokens", "masked"]
 

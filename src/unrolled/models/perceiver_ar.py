@@ -34,7 +34,8 @@ from unrolled.models.checks import check_ids, check_targets
 from unrolled.models.config import Mechanisms, TransformerConfig
 from unrolled.models.decoder import Decoder, DecoderConfig, DecoderState
 from unrolled.models.language_model import TokenMasks
-from unrolled.ops.checks import check_key_padding_mask, may_read
+from unrolled.ops.checks import check_key_padding_mask
+from unrolled.ops.observing import may_read
 from unrolled.ops.sequence import refuse
 from unrolled.ops.softmax import KVCache, softmax_attention, softmax_prefill
 from unrolled.ops.state_checks import check_state

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from unrolled.models.blocks import Block, Masks
 from unrolled.models.config import TransformerConfig
 from unrolled.models.stack import Stack
-from unrolled.ops.checks import transforming
+from unrolled.ops.observing import transforming
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.replay import Replay, as_now
 

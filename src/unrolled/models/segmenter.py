@@ -19,8 +19,8 @@ from unrolled.models.config import TransformerConfig
 from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.reversible import make_stack
 from unrolled.models.saving import RecomputingModel
+from unrolled.ops.checks import check_input
 from unrolled.ops.dropout import Dropout
-from unrolled.ops.inputs import check_input
 from unrolled.ops.masks import zero_padding
 
 

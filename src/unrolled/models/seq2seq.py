@@ -13,11 +13,11 @@ from unrolled.contract import IGNORED
 from unrolled.fields import Fraction, FromData, Size
 from unrolled.models.checks import check_ids, check_source
 from unrolled.models.config import ModelConfig
-from unrolled.models.heads import at_least_fp32
 from unrolled.models.mode import evaluation_mode
 from unrolled.models.saving import SavedModel
 from unrolled.models.targets import shifted
 from unrolled.ops.dropout import Dropout
+from unrolled.ops.precision import accumulated
 from unrolled.ops.sequence import refuse
 from unrolled.ops.state_checks import CONSTANT, Growing, check_state
 
@@ -117,7 +117,7 @@ class Seq2Seq(SavedModel, Generic[State]):
         state = self.init_state(inputs, key_padding_mask=key_padding_mask)
         hidden, _, _ = self._decode(shifted(targets, len(inputs), self.config.vocab_size), state)
         asked = targets != IGNORED
-        logits = at_least_fp32(self.out(hidden[asked]))  # the widest layer, only where it is needed
+        logits = accumulated(self.out(hidden[asked]))  # the widest layer, only where it is needed
         smoothing = self.config.label_smoothing if self.training else 0.0
         total = F.cross_entropy(logits, targets[asked], reduction="sum", label_smoothing=smoothing)
         return total / asked.sum().clamp(min=1)

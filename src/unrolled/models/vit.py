@@ -31,10 +31,9 @@ from unrolled.models.embeddings import PositionEmbedding
 from unrolled.models.heads import Categorical
 from unrolled.models.reversible import make_stack
 from unrolled.models.saving import RecomputingModel
-from unrolled.ops.checks import check_tensor, shape, wrong
+from unrolled.ops.checks import check_matches, check_tensor, shape, wrong
 from unrolled.ops.dense import Layer, Linear
 from unrolled.ops.dropout import Dropout
-from unrolled.ops.inputs import check_matches
 
 Pooling = Literal["class", "mean"]
 Axes = Annotated[list[Size], Len(2, 3)]

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from unrolled.ops.checks import check_qkv, may_read, transforming, wrong
+from unrolled.ops.checks import check_qkv, wrong
 from unrolled.ops.chunks import cut
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import average_and_lse
+from unrolled.ops.observing import may_read, transforming
 from unrolled.ops.operators import differentiable_gradients
 from unrolled.ops.options import score_scale
 from unrolled.ops.precision import accumulation_dtype, promoted, without_autocast

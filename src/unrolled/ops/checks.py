@@ -1,23 +1,13 @@
 """Checks of the arguments that the attention functions share. Each failure is one sentence."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
-from torch.nn import Parameter
-from torch.nn.modules import module
-from torch.utils._device import DeviceContext
+from torch import Tensor
 
-HOOKS_OF_ALL = (
-    module._global_forward_hooks,
-    module._global_forward_pre_hooks,
-    module._global_backward_hooks,
-    module._global_backward_pre_hooks,
-)
-"""The hooks that are registered for all modules."""
+from unrolled.ops.observing import may_read
+from unrolled.ops.precision import autocast_dtype
 
 
 def wrong(name: str, found: object, must_be: object) -> ValueError:
@@ -172,64 +162,38 @@ def check_offsets(offsets: list[int], total: int) -> None:
         raise ValueError(f"cu_seqlens is {offsets}, but must rise from 0 to T = {total} without falling")
 
 
-def may_read(x: Tensor) -> bool:
-    """Whether values of `x` can be read at no cost: on a CPU, neither traced nor transformed."""
-    if x.device.type != "cpu" or isinstance(x, FakeTensor):
-        return False
-    return not torch.compiler.is_compiling() and not transforming()
-
-
-def transforming() -> bool:
-    """Whether a `torch.func` transform or forward-mode AD is active; they support plain operations only."""
-    if torch.compiler.is_compiling():
-        return False
-    forward_mode: int = forward_ad._current_level
-    return forward_mode >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def inferring(*tensors: Tensor | None) -> bool:
-    """Whether these are plain tensors, and no autograd, tracing or transform is active.
-
-    Only then may a kernel run that is not a torch operator.
-    """
-    return not observed() and plain(tensors)
-
-
-def observed() -> bool:
-    """Whether tracing, a transform or a dispatch mode is active."""
-    if torch.compiler.is_compiling() or transforming() or torch._C._get_tracing_state():
-        return True
-    # A default device is a mode too, but has no effect here.
-    modes = (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
-    others = (mode for mode in modes if type(mode) is not DeviceContext)
-    return bool(torch._C._len_torch_dispatch_stack()) or next(others, None) is not None
-
-
-def plain(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether these are exactly `Tensor` or `Parameter`, no subclass, and autograd does not record them."""
-    recording = torch.is_grad_enabled()
-    for x in tensors:
-        if x is None:
-            continue
-        if type(x) not in (Tensor, Parameter) or x.is_neg() or (recording and x.requires_grad):
-            return False
-    return True
-
-
 def shape(x: Tensor) -> list[int]:
     """Shape of a tensor as error messages print it."""
     return list(x.shape)
 
 
-def changed(modules: Iterable[nn.Module]) -> bool:
-    """Whether a module has a hook or its own `forward` or `step`, or there are hooks of all modules."""
-    if any(HOOKS_OF_ALL):
-        return True
-    return any(
-        m._forward_hooks
-        or m._forward_pre_hooks
-        or m._backward_hooks
-        or m._backward_pre_hooks
-        or {"forward", "step"} & vars(m).keys()
-        for m in modules
-    )
+def check_input(name: str, x: object, axes: Sequence[str | int], weight: Tensor | None) -> None:
+    """Require a tensor with these axes that matches `weight`; see `check_matches`.
+
+    Only the size of the last axis is checked. Without a weight, any floating-point dtype is accepted.
+
+    Raises:
+        ValueError: `x` is not such a tensor; the message names it.
+    """
+    sizes = f"[{', '.join(map(str, axes))}]"
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}, but must be a tensor {sizes}")
+    if x.dim() != len(axes) or x.shape[-1] != axes[-1]:
+        raise ValueError(f"{name} has shape {shape(x)}, but must be {sizes}")
+    if weight is not None:
+        check_matches(name, x, weight)
+    elif not x.is_floating_point() and autocast_dtype(x.device) is None:
+        raise ValueError(f"{name} is {x.dtype}, no floating-point type: convert one, or use autocast")
+
+
+def check_matches(name: str, x: Tensor, weight: Tensor) -> None:
+    """Require a tensor on the device and in the dtype of `weight`; under autocast, in any dtype.
+
+    Raises:
+        ValueError: `x` is not such a tensor; the message names it.
+    """
+    check_device(name, x, weight)
+    if x.dtype != weight.dtype and autocast_dtype(x.device) is None:
+        raise ValueError(
+            f"{name} is {x.dtype}, but the weights are {weight.dtype}: convert one, or use autocast"
+        )

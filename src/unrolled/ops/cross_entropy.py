@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import IGNORED
-from unrolled.ops.checks import transforming
 from unrolled.ops.dense import linear
+from unrolled.ops.observing import transforming
 from unrolled.ops.operators import register
 from unrolled.ops.precision import accumulation_dtype, autocast_dtype, without_autocast
 

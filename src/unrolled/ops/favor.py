@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import check_state_tensor, transforming, wrong
+from unrolled.ops.checks import check_state_tensor, wrong
 from unrolled.ops.dispatch import prefers
 from unrolled.ops.linear import check_state, native, packed
 from unrolled.ops.linear.chunked import Inputs, Options, OutputGradients
 from unrolled.ops.linear.native import RandomFeatures
 from unrolled.ops.masks import without_padding
 from unrolled.ops.native import TYPES, available
+from unrolled.ops.observing import transforming
 from unrolled.ops.operators import register
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.positions import positions_from_cu_seqlens

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from unrolled.ops import native
-from unrolled.ops.checks import observed
 from unrolled.ops.dispatch import prefers
 from unrolled.ops.native import TYPES, View, address, enum, readable, struct, view
+from unrolled.ops.observing import observed
 from unrolled.ops.operators import differentiable_gradients
 from unrolled.ops.precision import accumulation_dtype
 

@@ -31,6 +31,11 @@ def like_attention(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) ->
     return v.new_empty(*q.shape[:3], v.shape[3])
 
 
+def like_attention_and_lse(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    """Return an empty `o [B,T,H,M]`, and the empty log-sum-exp of its scores, `[B,T,H]`."""
+    return like_attention(q, k, v), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+
+
 def like_recurrence(
     q: Tensor, k: Tensor, v: Tensor, *_: object, cu_seqlens: Tensor | None = None, **__: object
 ) -> tuple[Tensor, Tensor]:

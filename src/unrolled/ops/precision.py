@@ -12,6 +12,11 @@ def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
+def accumulated(x: Tensor) -> Tensor:
+    """Convert to the dtype of sums: fp64 stays, and narrower types become fp32."""
+    return x.to(accumulation_dtype(x.dtype))
+
+
 def promoted(*xs: Tensor) -> tuple[Tensor, ...]:
     """Convert tensors to their common promoted dtype."""
     dtype = reduce(torch.promote_types, (x.dtype for x in xs))

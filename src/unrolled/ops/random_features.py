@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unrolled.ops.checks import may_read
 from unrolled.ops.linear import Keys, LinearState, check_state, linear_attention, linear_attention_step
 from unrolled.ops.linear.chunked import safe_divide
+from unrolled.ops.observing import may_read
 from unrolled.ops.options import check_integers
-from unrolled.ops.precision import accumulation_dtype
+from unrolled.ops.precision import accumulated, accumulation_dtype
 
 Rows = Literal["orthogonal", "regularised", "independent"]
 
@@ -166,7 +166,7 @@ def signed_linear_attention_step(
 
 def _with_ones(v: Tensor) -> Tensor:
     """Append a value of 1, whose weighted sum is the denominator, in the accumulation dtype."""
-    v = v.to(accumulation_dtype(v.dtype))
+    v = accumulated(v)
     return torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from unrolled.ops import native
-from unrolled.ops.checks import observed
 from unrolled.ops.dispatch import prefers
 from unrolled.ops.native import TYPES, address, readable, struct, view
+from unrolled.ops.observing import observed
 from unrolled.ops.precision import accumulation_dtype
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from unrolled.contract import CAUSAL_RECURRENCE, UnsupportedError
-from unrolled.ops.checks import changed, check_cu_seqlens, check_device, check_key_padding_mask, may_read
-from unrolled.ops.inputs import check_input
+from unrolled.ops.checks import check_cu_seqlens, check_device, check_input, check_key_padding_mask
+from unrolled.ops.observing import changed, may_read
 from unrolled.ops.options import ChecksOptions, at_least
 from unrolled.ops.packing import pad_packed, valid_tokens_first
 from unrolled.ops.precision import accumulation_dtype, without_autocast

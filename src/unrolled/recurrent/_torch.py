@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import transforming
+from unrolled.ops.observing import transforming
 from unrolled.ops.precision import autocast_dtype
 from unrolled.recurrent._layer import State
 

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled.ops.checks import check_key_padding_mask, shape, transforming
+from unrolled.ops.checks import check_key_padding_mask, shape
+from unrolled.ops.observing import transforming
 from unrolled.ops.precision import without_autocast
 from unrolled.ops.state_checks import CONSTANT, Growing, check_state
 from unrolled.recurrent._layer import RecurrentLayer, uniform

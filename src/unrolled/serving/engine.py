@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
+from typing import TypedDict
 
 import torch
 
@@ -45,6 +46,16 @@ class _Entry:
     @property
     def client(self) -> str:
         return self.job.client
+
+
+class Limits(TypedDict, total=False):
+    """Bounds of an engine; see `Engine`, which has the defaults."""
+
+    rows: int
+    memory: int
+    prefix_memory: int
+    queue: int
+    threads: int | None
 
 
 class Engine:
@@ -149,11 +160,6 @@ class Engine:
     def active(self) -> int:
         """Number of continuations that are being drawn."""
         return self._writing.active
-
-    @property
-    def prefix_bytes(self) -> int:
-        """Bytes of the prompts and states that are kept for other prompts."""
-        return self._prefixes.nbytes
 
     def state_bytes(self, tokens: int) -> int:
         """Bytes of the state of one sequence of that many tokens."""

@@ -15,12 +15,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unrolled.serving.logs import record_of
 from unrolled.serving.protocol.errors import ApiError
-from unrolled.serving.settings import Settings
+from unrolled.serving.settings import LOOPBACK, Settings
 
 OPEN = ("/", "/health", "/ready")
 OPEN_FOLDER = "/page/"
 STATES = "/v1/states/"
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 class LocalHosts:
@@ -35,8 +34,8 @@ class LocalHosts:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it."""
-        if scope["type"] == "http" and _name(host := Headers(scope=scope).get("host", "")) not in LOCAL_HOSTS:
-            names = ", ".join(LOCAL_HOSTS)
+        if scope["type"] == "http" and _name(host := Headers(scope=scope).get("host", "")) not in LOOPBACK:
+            names = ", ".join(LOOPBACK)
             error = ApiError(400, f"the header Host is {host!r}, but must be one of {names}", param="Host")
             await error.response()(scope, receive, send)
             return

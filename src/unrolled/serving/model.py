@@ -18,21 +18,10 @@ from unrolled.files import file_digest, read_object
 from unrolled.models import Decoder, PerceiverAR
 from unrolled.models.saving import CONFIG_FILE, PLAN_FILE, WEIGHTS_FILE
 from unrolled.ops import native
-from unrolled.serving.engine import Engine
+from unrolled.serving.engine import Engine, Limits
 from unrolled.serving.runner import PlanRunner, Runner
 from unrolled.serving.text import Text, TokenizerText, VocabularyText
 from unrolled.serving.unplanned import ModelRunner
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of an engine; see `unrolled.serving.engine.Engine`."""
-
-    rows: int = 256
-    memory: int = 4 * 2**30
-    prefix_memory: int = 2**28
-    queue: int = 256
-    threads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,8 +90,10 @@ def open_model(
     runner = _runner(model, weights, deterministic)
     form = runner.plan.weights if isinstance(runner, PlanRunner) else "model"
     file = _weights_file(folder)
-    limits = limits or Limits()
-    unsteady = deterministic and not isinstance(runner, PlanRunner)
+    bounds = limits or Limits()
+    if deterministic and not isinstance(runner, PlanRunner):
+        # Without a plan, the rounding depends on where a prompt was cut.
+        bounds = {**bounds, "prefix_memory": 0}
     digest = _digest(file, form)
     config: Any = model.config
     vocabulary = None if of_transformers else Vocabulary.load(folder)
@@ -118,16 +109,7 @@ def open_model(
         n_positions=runner.n_positions,
         shape=None if shape is None else tuple(shape),
         text=_text(folder, vocabulary),
-        engine=Engine(
-            runner,
-            digest=digest,
-            rows=limits.rows,
-            memory=limits.memory,
-            # Without a plan, the rounding depends on where a prompt was cut.
-            prefix_memory=0 if unsteady else limits.prefix_memory,
-            queue=limits.queue,
-            threads=limits.threads,
-        ),
+        engine=Engine(runner, digest=digest, **bounds),
         description=_description(model, form),
     )
 

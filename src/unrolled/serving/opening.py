@@ -7,7 +7,8 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator
 
 from unrolled.decode.packing import Weights
 from unrolled.models.saving import CONFIG_FILE
-from unrolled.serving.model import Limits, Served, open_model
+from unrolled.serving.engine import Limits
+from unrolled.serving.model import Served, open_model
 from unrolled.serving.settings import Settings, read_keys
 from unrolled.serving.states import States, untold
 from unrolled.serving.store import open_store

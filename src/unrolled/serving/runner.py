@@ -8,7 +8,7 @@ from torch import Tensor
 
 from unrolled.decode import Plan, PlanState
 from unrolled.decode.batch import Batch, Drawing
-from unrolled.decode.plan import Mark
+from unrolled.decode.memory import Mark
 from unrolled.ops import native
 
 Wanted = Literal["none", "last", "all"]
@@ -133,10 +133,8 @@ class PlanRunner:
         count = {"none": 0, "last": 1, "all": n}[wanted]
         logits = native.floats(count, self.vocab_size)
         state = self.plan.with_room(state, n)
-        places = (
-            torch.arange(-n + count, count, device="cpu") if count else torch.full((n,), -1, device="cpu")
-        )
-        self.plan.read(tokens, torch.zeros_like(tokens), places.clamp(min=-1), [state], logits)
+        places = torch.arange(count - n, count, device="cpu").clamp(min=-1)
+        self.plan.read(tokens, torch.zeros_like(tokens), places, [state], logits)
         return logits, state
 
     def nbytes(self, tokens: int) -> int:

@@ -20,10 +20,10 @@ from torch import Tensor
 from unrolled.decode.program import MOST_POSITIONS
 from unrolled.files import OF_ODD_HEADERS, sort_metadata
 from unrolled.ops.state import raw_bytes
+from unrolled.serving.store.checks import DIGEST
 
 MOST = MOST_POSITIONS  # tokens of a sequence, and the largest id
 MOST_HELD = 4  # tokens of a character that is not complete
-DIGEST = re.compile(r"[0-9a-f]{64}")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
 _KEYS = ("id", "length", "model", "pending")
 

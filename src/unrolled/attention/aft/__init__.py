@@ -41,8 +41,8 @@ from unrolled.attention.aft.averages import LOWEST, Keys, OldSums, average_causa
 from unrolled.attention.aft.biases import BIASES, Sizes
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.contract import UnsupportedError
-from unrolled.ops.checks import may_read
 from unrolled.ops.masks import causal_mask, without_padding
+from unrolled.ops.observing import may_read
 from unrolled.ops.options import check_integers
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.precision import accumulation_dtype, without_autocast
@@ -114,6 +114,7 @@ class AFT(MultiHeadAttention[AFTState, None]):
             check_integers(1, window=window)
         self.bias = kind(Sizes(n_heads, self.causal, window, max_length, bias_rank))
         self.window, self.max_length = self.bias.window, self.bias.max_length
+        self.most_positions = self.max_length  # for `unrolled.models.limits`
         self.supports = self.supports.but(**kind.claims)
         self.grows = self.supports.recurrence == "growing"
         self.growing = {"k": (1, "W"), "v": (1, "W")} if self.grows else CONSTANT

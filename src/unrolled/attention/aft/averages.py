@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from unrolled.ops.checks import may_read
 from unrolled.ops.linear.chunked import safe_divide
+from unrolled.ops.observing import may_read
 from unrolled.ops.scan import linear_scan
 
 LOWEST = -1e30  # below every key, but finite, so that it can be subtracted from itself

@@ -9,7 +9,13 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unrolled.attention.aft.averages import Keys, average_bidirectional, average_full, average_reference
+from unrolled.attention.aft.averages import (
+    Keys,
+    average_bidirectional,
+    average_full,
+    average_reference,
+    counted,
+)
 from unrolled.ops.precision import accumulation_dtype
 
 Claims = Mapping[str, bool | str]
@@ -72,8 +78,7 @@ class NoBias(Bias):
     def average(self, keys: Keys, T: int) -> Tensor:
         """Average all keys once, since the average is the same for all queries."""
         zero = keys.k.new_zeros(1, 1, 1, 1)
-        allowed = keys.k.new_ones(1, 1, dtype=torch.bool) if keys.valid is None else keys.valid
-        return average_reference(keys.k, keys.v, zero, allowed[:, None, None]).expand(-1, T, -1, -1)
+        return average_reference(keys.k, keys.v, zero, counted(keys)[:, None, None]).expand(-1, T, -1, -1)
 
 
 class FullBias(Bias):

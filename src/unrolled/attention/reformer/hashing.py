@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import check_key_padding_mask, check_qkv, observed, shape
+from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
 from unrolled.ops.merge import average_and_lse, merge_softmax
 from unrolled.ops.node import like_attention, one_node
+from unrolled.ops.observing import observed
 from unrolled.ops.operators import differentiable_gradients
 from unrolled.ops.packing import reorder
 from unrolled.ops.precision import accumulation_dtype, without_autocast

@@ -24,15 +24,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from unrolled.attention._parts import Part, attend_to_all
+from unrolled.attention._parts import Part, attend_to_keys
 from unrolled.ops.block_sparse import block_sparse_attention
 from unrolled.ops.checks import check_qkv
 from unrolled.ops.chunks import cut
-from unrolled.ops.masks import zero_padding
 from unrolled.ops.merge import merge_softmax
 from unrolled.ops.node import like_attention, one_node
 from unrolled.ops.options import check_integers, check_integers_only
-from unrolled.ops.packing import reorder, valid_first
+from unrolled.ops.packing import valid_tokens_first
 from unrolled.ops.window import window_attention
 
 KINDS = ("strided", "fixed")
@@ -118,15 +117,13 @@ def factorized_attention(
 
     `key_padding_mask [B,T]` is True at padding, which takes no position.
     """
-    check_qkv(q, k, v)
+    check_qkv(q, k, v, key_padding_mask)
     (T, H), G = q.shape[1:3], k.shape[2]
     if k.shape[1] != T:
         raise ValueError(f"k has length {k.shape[1]}, but must have {T} like q: both are of the same tokens")
-    padding, first = key_padding_mask, None
-    if padding is not None:
-        k, v = zero_padding(padding, k, v)
-        first = valid_first(padding)
-        q, k, v, padding = (reorder(x, first) for x in (q, k, v, padding))
+    padding, back = None, None
+    if key_padding_mask is not None:
+        (q, k, v), padding, back = valid_tokens_first(key_padding_mask, q, k, v)
         padding = None if layout.causal else padding  # it comes last, where causal queries do not read it
     groups, outputs = layout.groups(), []
     if len(groups) > 1:
@@ -149,7 +146,7 @@ def factorized_attention(
     if len(groups) > 1:
         order = torch.tensor([head for heads, *_ in groups for head in heads], device=q.device)
         o = torch.cat(outputs, 2).index_select(2, order.argsort())
-    return o if first is None else reorder(o, first.argsort(1))
+    return o if back is None else back(o)
 
 
 def _near(q: Tensor, k: Tensor, v: Tensor, layout: Layout, padding: Tensor | None) -> Part:
@@ -239,12 +236,12 @@ def _summaries(
 
         (q_0, q_1), (k_0, k_1), (v_0, v_1) = halves(q), halves(k), halves(v)
         mask_0, mask_1 = (None, None) if mask is None else (~x for x in halves(~mask))
-        later = attend_to_all(q_1, k_0, v_0, mask_0)
+        later = attend_to_keys(q_1, k_0, v_0, mask_0)
         if layout.causal:
             o, lse = torch.zeros_like(later[0][:, :1]), torch.full_like(later[1][:, :1], -math.inf)
             earlier = o.expand(-1, q_0.shape[1], -1, -1), lse.expand(-1, q_0.shape[1], -1)
         else:
-            earlier = attend_to_all(q_0, k_1, v_1, mask_1)
+            earlier = attend_to_keys(q_0, k_1, v_1, mask_1)
         o, lse = (
             torch.cat(x, 1).reshape(B, pairs * (x[0].shape[1] + x[1].shape[1]), *x[0].shape[2:])[:, :T]
             for x in zip(earlier, later, strict=True)

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from unrolled.attention.sparse_transformer.factorized import Layout, factorized_attention
-from unrolled.ops.checks import check_key_padding_mask, check_qkv, check_step, may_read, shape
+from unrolled.ops.checks import check_key_padding_mask, check_qkv, check_step, shape
+from unrolled.ops.observing import may_read
 from unrolled.ops.packing import reorder
 from unrolled.ops.positions import positions_from_padding
 from unrolled.ops.precision import without_autocast

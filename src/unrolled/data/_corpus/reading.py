@@ -10,7 +10,7 @@ import numpy as np
 from unrolled.contract import Split
 from unrolled.data._corpus.index import TOKENIZER_FILE, Index, Shard, shard_files
 from unrolled.data._tokenizer import TextTokenizer
-from unrolled.files import file_digest, read_object
+from unrolled.files import file_digest
 
 MAPPED = 256  # files mapped at a time; each takes a file descriptor
 
@@ -136,14 +136,6 @@ def check_size(path: Path, size: int) -> None:
             f"{path} is damaged: it has {found:,} bytes instead of {size:,}; repeat the command unrolled "
             "tokenize that made it"
         )
-
-
-def default_end(path: Path, tokenizer: TextTokenizer) -> str | None:
-    """Return the token that ends a document: the `eos_token` beside a `tokenizer.json`, or a usual one."""
-    named: Any = read_object(path.with_name("tokenizer_config.json")).get("eos_token")
-    named = named.get("content") if isinstance(named, dict) else named
-    usual = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>")
-    return next((x for x in (named, *usual) if isinstance(x, str) and tokenizer.id_of(x) is not None), None)
 
 
 def _mapped(folder: Path, name: str, dtype: str, length: int) -> np.ndarray:

@@ -20,11 +20,10 @@ from unrolled.contract import Split
 from unrolled.data._bpe import SMALLEST
 from unrolled.data._corpus.documents import Documents, Piece
 from unrolled.data._corpus.index import FILE_NAME, TOKENIZER_FILE, Index, is_corpus
-from unrolled.data._corpus.reading import default_end
 from unrolled.data._corpus.shards import PartWriter, is_intact, remove_parts
 from unrolled.data._corpus.splitting import Splitting
 from unrolled.data._tokenizer import TextTokenizer
-from unrolled.files import file_digest, write_file
+from unrolled.files import file_digest, read_object, write_file
 from unrolled.folders import held
 
 BATCH = 2**19  # characters encoded by one thread at a time
@@ -159,7 +158,7 @@ class Tokenizing:
             found = TextTokenizer.of_json(path.read_text(encoding="utf-8"), None)
         except ValueError as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
-        name = self.end or default_end(path, found)
+        name = self.end or _default_end(path, found)
         found.end = None if name is None else found.id_of(name)
         if found.end is None:
             wrong = "has no token that ends a document" if name is None else f"has no token {name!r}"
@@ -248,3 +247,11 @@ def _batches(pieces: Iterable[tuple[Split, Piece]]) -> Iterator[Work]:
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _default_end(path: Path, tokenizer: TextTokenizer) -> str | None:
+    """Return the token that ends a document: the `eos_token` beside a `tokenizer.json`, or a usual one."""
+    named: Any = read_object(path.with_name("tokenizer_config.json")).get("eos_token")
+    named = named.get("content") if isinstance(named, dict) else named
+    usual = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>")
+    return next((x for x in (named, *usual) if isinstance(x, str) and tokenizer.id_of(x) is not None), None)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from unrolled.contract import UnsupportedError
-from unrolled.ops.checks import may_read
+from unrolled.ops.observing import may_read
 
 
 def refuse_packing(name: str, further: Mapping[str, object]) -> None:

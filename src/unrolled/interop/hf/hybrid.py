@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from unrolled.attention.delta_net import DeltaNet
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.contract import UnsupportedError
-from unrolled.interop.copying import Foreign, copy_linear, fill
+from unrolled.interop.copying import Foreign, copy_linear, copy_tables, fill
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.models.blocks import Block
 from unrolled.models.config import Norm
-from unrolled.models.heads import Categorical
 
 MECHANISMS = {"linear_attention": "delta_net", "full_attention": "softmax"}
 Options = dict[str, object]
@@ -130,9 +129,7 @@ def _decoder(model: Foreign, softmax: Options, delta_net: Options, of_softmax: N
             tie_embeddings=model.lm_head.weight is table,
         )
     ).to(table)
-    fill(ours.embedding.weight, table)
-    if isinstance(ours.head, Categorical) and ours.head.project is not None:
-        fill(ours.head.project.weight, model.lm_head.weight)
+    copy_tables(ours, table, model.lm_head.weight)
     for block, layer in _layers(ours, model):
         copy_linear(block.ff.up, layer.mlp.gate_proj, layer.mlp.up_proj)
         copy_linear(block.ff.down, layer.mlp.down_proj)

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from unrolled.attention.mamba2 import Mamba2
 from unrolled.contract import UnsupportedError
-from unrolled.interop.copying import Foreign, copy_linear, fill
+from unrolled.interop.copying import Foreign, copy_linear, copy_tables, fill
 from unrolled.models import Decoder, DecoderConfig
-from unrolled.models.heads import Categorical
 
 
 def from_mamba2(model: Foreign, options: Mapping[str, object]) -> Decoder:
@@ -52,9 +51,7 @@ def from_mamba2(model: Foreign, options: Mapping[str, object]) -> Decoder:
             tie_embeddings=model.lm_head.weight is table,
         )
     ).to(table)
-    fill(ours.embedding.weight, table)
-    if isinstance(ours.head, Categorical) and ours.head.project is not None:
-        fill(ours.head.project.weight, model.lm_head.weight)
+    copy_tables(ours, table, model.lm_head.weight)
     fill(cast(Tensor, ours.stack.norm.weight), backbone.norm_f.weight)
     for block, layer in zip(ours.stack.layers, backbone.layers, strict=True):
         fill(cast(Tensor, block.attention_norm.weight), layer.norm.weight)

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from unrolled.ops.checks import transforming
 from unrolled.ops.conv import native, plain, triton
 from unrolled.ops.dispatch import choose
+from unrolled.ops.observing import transforming
 from unrolled.ops.operators import register
 
 BACKENDS = {"triton": triton, "native": native, "plain": plain}  # the fastest first

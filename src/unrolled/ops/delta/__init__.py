@@ -23,13 +23,13 @@ from unrolled.ops.checks import (
     check_state_tensor,
     check_step,
     check_tensor,
-    may_read,
     wrong,
 )
 from unrolled.ops.delta import chunked, operator
 from unrolled.ops.delta.chunked import Inputs
 from unrolled.ops.masks import without_padding
 from unrolled.ops.node import like_recurrence, one_node
+from unrolled.ops.observing import may_read
 from unrolled.ops.packing import spans
 from unrolled.ops.precision import accumulation_dtype
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from unrolled.ops.checks import changed, inferring
 from unrolled.ops.dense import native, onednn
+from unrolled.ops.observing import changed, inferring
 from unrolled.ops.precision import autocast_dtype
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from unrolled.ops.checks import observed
+from unrolled.ops.observing import observed
 from unrolled.ops.processor import description
 
 LEAST_ROWS, LEAST_WIDTH = 64, 64

@@ -4,10 +4,10 @@ from types import ModuleType
 
 from torch import Tensor
 
-from unrolled.ops.checks import inferring, transforming
 from unrolled.ops.dispatch import choose, prefers
 from unrolled.ops.dplr import chunked, native, packed
 from unrolled.ops.dplr.chunked import Inputs
+from unrolled.ops.observing import inferring, transforming
 from unrolled.ops.precision import promoted
 from unrolled.ops.recurrence import register_recurrence
 

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from unrolled.ops.checks import check_tensor, wrong
 from unrolled.ops.options import check_integers
-from unrolled.ops.precision import accumulation_dtype
+from unrolled.ops.precision import accumulated
 
 
 class FeatureMap(nn.Module):
@@ -49,7 +49,7 @@ class FeatureMap(nn.Module):
         check_tensor(name, x)
         if x.dim() < 1 or x.shape[-1] != self.head_dim or not x.is_floating_point():
             raise wrong(name, x, f"floating point [..., {self.head_dim}]")
-        return x.to(accumulation_dtype(x.dtype))
+        return accumulated(x)
 
     def extra_repr(self) -> str:
         """Sizes, for `print(model)`."""

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import may_read
 from unrolled.ops.feature_maps.base import FeatureMap
+from unrolled.ops.observing import may_read
 from unrolled.ops.options import check_integers
 from unrolled.ops.precision import exact_dtype
 
@@ -34,6 +34,7 @@ class CosFormer(FeatureMap):
         super().__init__(head_dim, 2 * head_dim)
         check_integers(1, max_length=max_length)
         self.max_length = max_length
+        self.most_positions = max_length + 1  # for `unrolled.models.limits`
 
     def phi_q(self, q: Tensor, positions: Tensor | None = None) -> Tensor:
         """Map queries `[...,H,D]` at `positions [...]` to features `[...,H,2D]`."""

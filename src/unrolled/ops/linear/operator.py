@@ -4,11 +4,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from unrolled.ops.checks import inferring, transforming
 from unrolled.ops.dispatch import check_backend, choose, prefers
 from unrolled.ops.feature_maps import FeatureMap
 from unrolled.ops.linear import chunked, mapped, native, packed, triton
 from unrolled.ops.linear.chunked import Gradients, Inputs, Options, OutputGradients, Outputs, Token
+from unrolled.ops.observing import inferring, transforming
 from unrolled.ops.operators import register
 from unrolled.ops.precision import promoted
 

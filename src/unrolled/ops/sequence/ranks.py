@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from unrolled.contract import UnsupportedError
+from unrolled.ops.positions import positions_from_cu_seqlens, positions_from_padding
 
 PIPELINE_FROM = 8
 """Number of ranks from which sums are passed from rank to rank by default, rather than gathered.
@@ -248,3 +249,22 @@ def token_counts(x: Tensor, key_padding_mask: Tensor | None) -> tuple[int | Tens
         check_slices(x, key_padding_mask)
         return ranks.counts(x, key_padding_mask)
     return 0, x.shape[1] if key_padding_mask is None else (~key_padding_mask).sum(1)
+
+
+def positions_of(
+    x: Tensor, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """Return the position of each token of `x [B,T,...]` in its sequence: `[B,T]`, or `[1,T]` for all rows.
+
+    Positions count valid tokens only, also those of the slices of earlier processes.
+    """
+    if cu_seqlens is not None:
+        return positions_from_cu_seqlens(cu_seqlens, x.shape[1])
+    if key_padding_mask is not None:
+        positions = positions_from_padding(key_padding_mask)
+    else:
+        positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+    if (ranks := current()) is None:
+        return positions
+    earlier, _ = ranks.counts(x, key_padding_mask)
+    return positions + (earlier.unsqueeze(1) if isinstance(earlier, Tensor) else earlier)

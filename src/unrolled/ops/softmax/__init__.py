@@ -7,6 +7,7 @@ from unrolled.ops.softmax.attention import softmax_attention, softmax_or_zero
 from unrolled.ops.softmax.cache import (
     CACHE_GROWS,
     KVCache,
+    attend_to_cache,
     cached_length,
     cached_scores,
     empty_cache,
@@ -19,6 +20,7 @@ from unrolled.ops.softmax.cache import (
 __all__ = [
     "CACHE_GROWS",
     "KVCache",
+    "attend_to_cache",
     "cached_length",
     "cached_scores",
     "empty_cache",

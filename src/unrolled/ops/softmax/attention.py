@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from unrolled.ops.checks import check_attn_mask, check_qkv, transforming
+from unrolled.ops.checks import check_attn_mask, check_qkv
 from unrolled.ops.masks import causal_mask, packed_mask, without_padding
+from unrolled.ops.observing import transforming
 from unrolled.ops.operators import differentiable_gradients
 from unrolled.ops.options import check_booleans, score_scale
 from unrolled.ops.precision import promoted, without_autocast

@@ -1,12 +1,14 @@
 """The key/value cache of softmax attention: prefill and step."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import check_key_padding_mask, check_qkv, check_step, may_read, shape
+from unrolled.ops.checks import check_key_padding_mask, check_qkv, check_step, shape
 from unrolled.ops.masks import without_padding
+from unrolled.ops.observing import may_read
 from unrolled.ops.options import score_scale
 from unrolled.ops.precision import without_autocast
 from unrolled.ops.softmax.attention import softmax_attention
@@ -61,17 +63,30 @@ def softmax_prefill(
     Returns:
         `o [B,T,H,M]`, and the cache with the new tokens.
     """
-    check_qkv(q, k, v)
-    anything_padded = key_padding_mask is not None or cached_length(cache) > 0
-    cache = extend_cache(cache, k, v, key_padding_mask)
     dtype = cache.past_k.dtype
+
+    def attend(q: Tensor, keys: Tensor, values: Tensor, **masks: Any) -> Tensor:
+        with without_autocast(q.device):
+            return softmax_attention(q.to(dtype), keys, values, scale=scale, **masks)
+
+    return attend_to_cache(attend, q, k, v, cache, key_padding_mask)
+
+
+def attend_to_cache(
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cache: KVCache, padding: Tensor | None
+) -> tuple[Tensor, KVCache]:
+    """Append `k [B,T,G,D]` and `v [B,T,G,M]` to the cache and attend to it causally: `[B,T,H,M]`, the cache.
+
+    `attend` takes q, k and v, `causal` and `key_padding_mask`; `padding [B,T]` is True at padded new tokens.
+    """
+    check_qkv(q, k, v)
+    anything_padded = padding is not None or cached_length(cache) > 0
+    cache = extend_cache(cache, k, v, padding)
     keys, values = cache.past_k.transpose(1, 2), cache.past_v.transpose(1, 2)
-    padding = cache.past_padding if anything_padded else None
-    if padding is not None and may_read(padding) and not padding.any():
-        padding = None  # a mask would copy all keys and values
-    with without_autocast(q.device):
-        o = softmax_attention(q.to(dtype), keys, values, causal=True, key_padding_mask=padding, scale=scale)
-    return o.to(v.dtype), cache
+    mask = cache.past_padding if anything_padded else None
+    if mask is not None and may_read(mask) and not mask.any():
+        mask = None  # a mask would copy all keys and values
+    return attend(q, keys, values, causal=True, key_padding_mask=mask).to(v.dtype), cache
 
 
 def softmax_step(

@@ -18,10 +18,9 @@ from torch.nn import functional as F  # noqa: N812
 
 from unrolled.ops.checks import check_qkv
 from unrolled.ops.chunks import cut
-from unrolled.ops.node import like_attention, one_node
+from unrolled.ops.node import like_attention_and_lse, one_node
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.positions import positions_from_cu_seqlens
-from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.window import window_attention
 from unrolled.ops.window.blocks import Inputs
 
@@ -98,11 +97,7 @@ def _of_one_dilation(
     )
 
 
-def _like_window(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return like_attention(q, k, v), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-
-
-@one_node(_like_window)
+@one_node(like_attention_and_lse)
 def dilated_window(
     q: Tensor, k: Tensor, v: Tensor, window_size: Sequence[int], d: int, key_padding_mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:

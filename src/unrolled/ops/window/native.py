@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from unrolled.ops import native
-from unrolled.ops.checks import observed
 from unrolled.ops.dispatch import prefers
 from unrolled.ops.native import TYPES, address, readable, sequences, struct, view
+from unrolled.ops.observing import observed
 from unrolled.ops.window.blocks import Inputs, Options, bounded
 
 

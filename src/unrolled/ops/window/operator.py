@@ -4,10 +4,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from unrolled.ops.checks import transforming
 from unrolled.ops.dispatch import check_backend, choose
+from unrolled.ops.node import like_attention_and_lse
+from unrolled.ops.observing import transforming
 from unrolled.ops.operators import register
-from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.window import blocks, flex, native
 from unrolled.ops.window.blocks import Inputs, Options
 
@@ -60,11 +60,6 @@ def _backward(grad_o: Tensor, grad_lse: Tensor, *arguments: Any) -> tuple[Tensor
     return chosen.backward(grad_o, grad_lse, inputs, lse, Options(cu_seqlens, (left, right), scale))
 
 
-def _like_outputs(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-    return v.new_empty(*q.shape[:3], v.shape[3]), lse
-
-
 _operator = register(
     "window_attention(Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? cu_seqlens,"
     " SymInt left, SymInt right, float scale, str? backend) -> (Tensor, Tensor)",
@@ -74,7 +69,7 @@ _operator = register(
     _forward,
     _backward,
     lambda *arguments: blocks.forward(*_split(*arguments)),
-    like_outputs=_like_outputs,
+    like_outputs=like_attention_and_lse,
     n_inputs=3,
     n_tensors=5,
     n_outputs=2,

@@ -5,13 +5,14 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
 
 from unrolled.decode.request import Sampling
+from unrolled.serving.store.checks import DIGEST
 
 MOST_TOKENS = 1_000_000
 """Maximum number of new tokens of one continuation."""
 MOST_ROWS = 2_048
 """Maximum number of continuations of one request."""
 
-StateId = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
+StateId = Annotated[str, StringConstraints(pattern=f"^{DIGEST.pattern}$")]
 Tokens = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
 Count = Annotated[int, Field(ge=1, le=128)]
 # Of a long list, only the first wrong item is reported: an error for each would take minutes and gigabytes.

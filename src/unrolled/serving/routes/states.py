@@ -11,8 +11,9 @@ from unrolled.serving.protocol.answers import Session, StateInfo, answers
 from unrolled.serving.protocol.errors import ApiError, invalid
 from unrolled.serving.protocol.sessions import SessionRequest
 from unrolled.serving.service import check_last, service_of
-from unrolled.serving.snapshot import DIGEST, Snapshot
+from unrolled.serving.snapshot import Snapshot
 from unrolled.serving.states import UnknownState
+from unrolled.serving.store.checks import DIGEST
 
 router = APIRouter()
 Id = Annotated[str, Path(pattern=f"^{DIGEST.pattern}$", description="the id of a state")]

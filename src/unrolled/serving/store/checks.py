@@ -3,12 +3,12 @@
 import re
 
 MOST_NAME = 512  # bytes
-_KEY = re.compile(r"[0-9a-f]{64}")
+DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def check_key(key: str) -> None:
     """Check that a key is 64 hex digits."""
-    if not _KEY.fullmatch(key):
+    if not DIGEST.fullmatch(key):
         raise ValueError(f"the id of a state must be 64 hex digits in lower case, not {key[:80]!r}")
 
 

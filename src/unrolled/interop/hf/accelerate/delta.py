@@ -11,10 +11,10 @@ from torch import Tensor
 
 from unrolled.interop.hf._packing import refuse_packing
 from unrolled.interop.hf.accelerate.groups import by_group, from_groups
-from unrolled.ops.checks import inferring
 from unrolled.ops.delta import native, operator
 from unrolled.ops.delta.chunked import Inputs
 from unrolled.ops.dispatch import prefers
+from unrolled.ops.observing import inferring
 
 _EPSILON = 1e-6
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from unrolled.data import Batch
 
 
-def outputs(model: "nn.Module", batch: "Batch", device: "torch.device") -> "Tensor":
+def answers(model: "nn.Module", batch: "Batch", device: "torch.device") -> "Tensor":
     """Return the outputs for a batch, on the CPU; `device` is that of the model."""
     masks = {}  # many models take none
     if batch.key_padding_mask is not None:

@@ -27,25 +27,32 @@ length determines the numbers of segments and chunks. Cross-attention is only po
 Equals softmax attention: with `rank=0`, `dual_norm=False` and a window that covers the sequence.
 """
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm, pad
+from torch.nn.functional import pad
 
 from unrolled.attention._options import GENERAL
 from unrolled.attention._packed import attend_packed
-from unrolled.attention._parts import Part, attend_to_all
+from unrolled.attention._parts import Part, attend_to_keys
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
+from unrolled.attention.long_short.parts import (
+    earlier_chunks,
+    last,
+    missing,
+    normalised,
+    padded,
+    pool,
+    segment_window,
+)
 from unrolled.ops.chunks import cut
 from unrolled.ops.dense import Linear
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import merge_softmax
 from unrolled.ops.options import check_integers
 from unrolled.ops.packing import reorder, valid_first
-from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.state_checks import CONSTANT, Growing
 from unrolled.ops.window import window_attention
 
@@ -67,89 +74,10 @@ class LongShortState(NamedTuple):
     position: Tensor  # [B], valid tokens seen
 
 
-def long_short_reference(
-    q: Tensor, k: Tensor, v: Tensor, landmark_k: Tensor, landmark_v: Tensor, read: Tensor
-) -> Tensor:
-    """One head by the equation: `q [T,D]`, `k [S,D]`, `landmark_k [L,D]`, values likewise.
-
-    `read [T,L+S]` is True for the landmarks and the keys that a query attends to.
-    """
-    scores = q @ torch.cat([landmark_k, k]).mT / math.sqrt(q.shape[-1])
-    return scores.masked_fill(~read, -torch.inf).softmax(-1) @ torch.cat([landmark_v, v])
-
-
-def pool(logits: Tensor, x: Tensor, padding: Tensor | None) -> Tensor:
-    """Pool valid tokens, P^T x: `logits [...,S,G,r]`, `x [...,S,G,W]`, `padding [...,S]` to `[...,r,G,W]`.
-
-    Computed in at least fp32; 0 if all tokens are padding.
-    """
-    dtype = accumulation_dtype(logits.dtype, x.dtype)
-    with without_autocast(x.device):
-        logits = logits.to(dtype)
-        if padding is not None:
-            hidden = padding[..., None, None]
-            nothing = padding.all(-1)[..., None, None, None]
-            logits = logits.masked_fill(hidden & ~nothing, -torch.inf)
-            x = x.masked_fill(hidden, 0)
-        pooled: Tensor = torch.einsum("...sgr,...sgw->...rgw", logits.softmax(-3), x.to(dtype))
-        return pooled
-
-
-def segment_window(q: Tensor, k: Tensor, v: Tensor, window: int, padding: Tensor | None) -> Part:
-    """Attend to the segment of w tokens and w/2 keys (1 for w = 1, 0 for w = 0) on each side of it."""
-    (B, T), width = q.shape[:2], max(window, 1)
-    beside = max(window // 2, 1) if window else 0
-    n = -(-T // width)
-    padding = q.new_zeros(B, T, dtype=torch.bool) if padding is None else padding
-    padding = pad(padding, (beside, n * width - T + beside), value=True)
-    q = _pad(q, 0, n * width - T).reshape(B * n, width, *q.shape[2:])
-    # Segments overlap in their keys, so each key is copied up to twice (three times for w = 1).
-    place = torch.arange(n, device=q.device).unsqueeze(1) * width
-    place = (place + torch.arange(width + 2 * beside, device=q.device)).flatten()
-    k, v, padding = (
-        x.index_select(1, place).reshape(B * n, width + 2 * beside, *x.shape[2:])
-        for x in (*(_pad(x, beside, n * width - T + beside) for x in (k, v)), padding)
-    )
-    o, lse = attend_to_all(q, k, v, padding)
-    return tuple(x.reshape(B, n * width, *x.shape[2:])[:, :T] for x in (o, lse))  # type: ignore[return-value]
-
-
-def earlier_chunks(q: Tensor, landmark_k: Tensor, landmark_v: Tensor) -> Part:
-    """Attend from `q [B,n*l,H,D]` to the landmarks `[B,n,r,G,D]` of earlier chunks.
-
-    The l queries of a chunk read the same landmarks, like query heads that share a key head. So each query
-    becomes a head and each chunk a position, and causal attention runs once for each of the r landmarks.
-    """
-    (B, T, H, D), (n, r, G, M) = q.shape, landmark_v.shape[1:]
-    chunk = T // n
-    heads = q.reshape(B, n, chunk, G, H // G, D).permute(0, 1, 3, 4, 2, 5).reshape(B, n, H * chunk, D)[:, 1:]
-    before = [(landmark_k[:, :-1, i], landmark_v[:, :-1, i]) for i in range(r)]
-    parts = [window_attention(heads, k, v, window_size=(-1, 0), return_lse=True) for k, v in before]
-    o, lse = merge_softmax(parts)
-    o = o.reshape(B, n - 1, G, H // G, chunk, M).permute(0, 1, 4, 2, 3, 5).reshape(B, T - chunk, H, M)
-    lse = lse.reshape(B, n - 1, H, chunk).transpose(2, 3).reshape(B, T - chunk, H)
-    return _pad(o, chunk, 0), pad(lse, (0, 0, chunk, 0), value=-torch.inf)
-
-
-def _pad(x: Tensor, before: int, after: int) -> Tensor:
-    """Pad `x [B,T,H,D]` with zeros along its length."""
-    return pad(x, (0, 0, 0, 0, before, after))
-
-
 class Pooling(NamedTuple):
     """Logits of P `[...,G,r]`."""
 
     logits: Tensor
-
-
-def _missing(count: Tensor, n: int) -> Tensor:
-    """Return which of n places are empty if the last `count [B]` of them are filled: `[B,n]`."""
-    return torch.arange(n, device=count.device) < n - count.unsqueeze(1)
-
-
-def _last(x: Tensor, end: Tensor, n: int) -> Tensor:
-    """Return the n tokens of `x [B,S,...]` before token `end [B]`: `[B,n,...]`."""
-    return reorder(x, end.unsqueeze(1) - n + torch.arange(n, device=x.device))
 
 
 def _reorder(heads: Heads[Pooling], places: Tensor, padding: Tensor) -> Heads[Pooling]:
@@ -159,16 +87,6 @@ def _reorder(heads: Heads[Pooling], places: Tensor, padding: Tensor) -> Heads[Po
     )
     positions = None if heads.positions is None else reorder(heads.positions, places)
     return Heads(q, k, v, positions, Pooling(logits))
-
-
-def _normalised(x: Tensor, norm: nn.LayerNorm | None) -> Tensor:
-    """Normalise `x [...,G,W]` over all heads, in at least fp32; without a norm, return it unchanged."""
-    if norm is None:
-        return x
-    dtype = accumulation_dtype(x.dtype)
-    weight, bias = norm.weight.to(dtype), norm.bias.to(dtype)
-    y = layer_norm(x.flatten(-2).to(dtype), norm.normalized_shape, weight, bias, norm.eps)
-    return y.reshape(x.shape).to(x.dtype)
 
 
 class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
@@ -268,7 +186,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         assert self.window is not None
         q, k, v, _, (logits,), _ = heads
         near_q, near_k = self._window_heads(heads)
-        near_v = _normalised(v, self.window_norm)
+        near_v = normalised(v, self.window_norm)
         if not self.causal:
             parts = [segment_window(near_q, near_k, near_v, self.window, padding)]
             if self.rank:
@@ -278,30 +196,30 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         if self.rank and q.shape[1] > self.chunk:
             n = -(-q.shape[1] // self.chunk)
             far_k, far_v = self._chunk_landmarks((k, v, logits), padding)
-            o, lse = earlier_chunks(_pad(q, 0, n * self.chunk - q.shape[1]), far_k, far_v)
+            o, lse = earlier_chunks(padded(q, 0, n * self.chunk - q.shape[1]), far_k, far_v)
             parts.append((o[:, : q.shape[1]], lse[:, : q.shape[1]]))
         o = merge_softmax(parts)[0]
         return o if padding is None else without_padding(o, padding)
 
     def _window_heads(self, heads: Heads[Pooling]) -> tuple[Tensor, Tensor]:
         """Return queries and keys for the window: the keys normalised, then both rotated."""
-        return self.rotated(heads._replace(k=_normalised(heads.k, self.window_norm)))
+        return self.rotated(heads._replace(k=normalised(heads.k, self.window_norm)))
 
     def _landmarks(self, q: Tensor, k: Tensor, v: Tensor, logits: Tensor, padding: Tensor | None) -> Part:
         """Attend to the landmarks of a whole sequence."""
         if padding is None:
             padding = k.new_zeros(k.shape[:2], dtype=torch.bool)
-        pooled = (pool(logits, _normalised(x, self.window_norm), padding) for x in (k, v))
-        landmark_k, landmark_v = (_normalised(x, self.landmark_norm).to(v.dtype) for x in pooled)
+        pooled = (pool(logits, normalised(x, self.window_norm), padding) for x in (k, v))
+        landmark_k, landmark_v = (normalised(x, self.landmark_norm).to(v.dtype) for x in pooled)
         nothing = padding.all(1, keepdim=True).expand(-1, self.rank)
-        return attend_to_all(q, landmark_k, landmark_v, nothing)
+        return attend_to_keys(q, landmark_k, landmark_v, nothing)
 
     def _chunk_landmarks(self, tokens: Sequence[Tensor], padding: Tensor | None) -> tuple[Tensor, ...]:
         """Make the landmarks `[B,n,r,G,D]` of all chunks of `k, v, logits`; unfinished ones are not used."""
         k, v, logits = (cut(x, self.chunk) for x in tokens)
         if padding is not None:
             padding = ~cut(~padding, self.chunk)
-        return tuple(_normalised(pool(logits, x, padding), self.landmark_norm).to(v.dtype) for x in (k, v))
+        return tuple(normalised(pool(logits, x, padding), self.landmark_norm).to(v.dtype) for x in (k, v))
 
     def init_heads(self, batch_size: int) -> LongShortState:
         """Make the state of `batch_size` sequences before their first token: zeros, one slot for landmarks.
@@ -336,8 +254,8 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         # Window: the keys in the state precede the new ones.
         near_q, near_k = self._window_heads(Heads(q, k, v, positions))
         near_k = torch.cat([state.window_k, near_k], 1)
-        near_v = torch.cat([state.window_v, _normalised(v, self.window_norm)], 1)
-        hidden, size = torch.cat([_missing(state.position, self.window), padding], 1), (self.window - 1, 0)
+        near_v = torch.cat([state.window_v, normalised(v, self.window_norm)], 1)
+        hidden, size = torch.cat([missing(state.position, self.window), padding], 1), (self.window - 1, 0)
         near = window_attention(
             near_q, near_k, near_v, window_size=size, key_padding_mask=hidden, return_lse=True
         )
@@ -345,22 +263,22 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
 
         # Landmarks: the unfinished chunk of the state precedes the new tokens.
         seen = (~padding).sum(1)
-        window = [_last(x, self.window + seen, self.window) for x in (near_k, near_v)]
+        window = [last(x, self.window + seen, self.window) for x in (near_k, near_v)]
         slots: Sequence[Tensor] = (state.landmark_k, state.landmark_v)
         chunk: Sequence[Tensor] = (state.chunk_k, state.chunk_v, state.chunk_logits)
         if self.rank:
             recent = [torch.cat([x[:, -l:], new], 1) for x, new in zip(chunk, (k, v, logits), strict=True)]
-            hidden = torch.cat([_missing(state.position % l, l), padding], 1)
+            hidden = torch.cat([missing(state.position % l, l), padding], 1)
             order = valid_first(hidden)
             landmarks = self._chunk_landmarks([reorder(x, order) for x in recent], reorder(hidden, order))
             parts.append(self._read_filled_slots(q, state))
-            queries = _pad(reorder(_pad(q, l, 0), order), 0, -(T + l) % l)
+            queries = padded(reorder(padded(q, l, 0), order), 0, -(T + l) % l)
             o, lse = earlier_chunks(queries, *landmarks)
             far_o, far_lse = (reorder(x[:, : T + l], order.argsort(1))[:, l:] for x in (o, lse))
             parts.append((far_o, far_lse))
             fed = (state.landmark_k.shape[1] - 1) * l + state.chunk_k.shape[1] - l + T
             slots = self._fill_slots(state, landmarks, state.position + seen, fed // l + 1)
-            chunk = [_pad(_last(x, l + seen, l), fed % l, 0) for x in recent]
+            chunk = [padded(last(x, l + seen, l), fed % l, 0) for x in recent]
         o = without_padding(merge_softmax(parts)[0].to(out_dtype), padding)
         return reorder(o, back), LongShortState._make((*slots, *window, *chunk, state.position + seen))
 
@@ -373,9 +291,9 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         positions = None if heads.positions is None else heads.positions.unsqueeze(1)
         near_q, near_k = self._window_heads(Heads(q, k, v, positions))
         near_k = torch.cat([state.window_k[:, 1:], near_k], 1)
-        near_v = torch.cat([state.window_v[:, 1:], _normalised(v, self.window_norm)], 1)
+        near_v = torch.cat([state.window_v[:, 1:], normalised(v, self.window_norm)], 1)
         position = state.position + 1
-        parts = [attend_to_all(near_q, near_k, near_v, _missing(position, self.window))]
+        parts = [attend_to_keys(near_q, near_k, near_v, missing(position, self.window))]
         slots: Sequence[Tensor] = (state.landmark_k, state.landmark_v)
         chunk: Sequence[Tensor] = (state.chunk_k, state.chunk_v, state.chunk_logits)
         if self.rank:
@@ -393,7 +311,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         slot = torch.arange(state.landmark_k.shape[1], device=q.device)
         empty = (slot >= (state.position // self.chunk).unsqueeze(1)).repeat_interleave(self.rank, 1)
         k, v = state.landmark_k.flatten(1, 2), state.landmark_v.flatten(1, 2)
-        return attend_to_all(q, k, v, empty)
+        return attend_to_keys(q, k, v, empty)
 
     def _fill_slots(
         self, state: LongShortState, landmarks: tuple[Tensor, ...], position: Tensor, n: int
