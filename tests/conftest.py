@@ -4,10 +4,15 @@ import gc
 import signal
 
 import pytest
+from hypothesis import settings
 
 # A full collection visits every object of torch and of the tests, and exports make garbage by the million: at
 # Python's own thresholds, which suit small programs, the collector takes 3 % of all the time.
 gc.set_threshold(20_000, 20, 20)
+
+# How long an example takes says nothing on a machine that does other work too.
+settings.register_profile("unrolled", settings.default, deadline=None)
+settings.load_profile("unrolled")
 
 # Under `nohup`, this process and those that it starts would ignore SIGHUP, but tests end processes by SIGHUP.
 if hasattr(signal, "SIGHUP"):

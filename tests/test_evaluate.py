@@ -210,3 +210,24 @@ def test_what_counts_as_correct() -> None:
     assert count_right(says_the_first, batches, torch.device("cpu"), right_labels) == (2, 3)
     logits, targets = torch.tensor([[2.0, -1, 5], [-3, -4, 1]]), torch.tensor([[1.0, 1, -100], [0, -100, 1]])
     assert right_bits(logits, targets).tolist() == [True, False, True, True]
+
+
+def test_windows_may_be_as_long_as_the_model_has_positions() -> None:
+    config = models.DecoderConfig(vocab_size=4, max_length=16)
+    dataset = data.load("selective_copy", length=8, n_tokens=2, val_size=1)
+    assert in_windows(dataset, config, 16).longest == 16
+    with pytest.raises(ValueError, match="--length is 17, but must be at most 16"):
+        in_windows(dataset, config, 17)
+
+
+def test_losses_of_tasks_on_bits_are_told_in_bits_too(tmp_path: Path) -> None:
+    bits = ["data.name=copy_bits", "data.max_length=3", "data.val_size=4", "model.hidden_size=8"]
+    works("train", *bits, *TRAIN, f"run_dir={tmp_path / 'run'}")
+    printed = works("evaluate", tmp_path / "run").stdout
+    nats, told = (float(x) for x in re.search(r"loss ([\d.]+) nats/bit, ([\d.]+) bits\n", printed).groups())
+    assert told == pytest.approx(nats / math.log(2), abs=2e-4)
+
+
+def test_only_tokens_of_a_tokenizer_have_a_perplexity(runs: Path, tmp_path: Path) -> None:
+    assert "perplexity" not in works("evaluate", runs / "text", "--out", tmp_path / "figures.json").stdout
+    assert "perplexity" not in json.loads((tmp_path / "figures.json").read_text())

@@ -3,19 +3,22 @@
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from commands import error, run, works
 from torch import nn
 
-from unrolled import models
+from unrolled import data, models
 from unrolled.cli import _device, run_config
+from unrolled.cli.quantize import SAMPLE, _sample
 from unrolled.data import Vocabulary
 from unrolled.decode import load, plan
 from unrolled.models import Encoder, EncoderConfig
 from unrolled.models.saving import PLAN_FILE, WEIGHTS_FILE
 from unrolled.ops import native
+from unrolled.training import TrainConfig
 
 if not native.available():
     pytest.skip(str(native.missing()), allow_module_level=True)
@@ -160,3 +163,10 @@ def test_a_text_that_is_read_in_order_has_a_sample_too(trained: Path, tmp_path: 
     settings = [f"--config={trained / 'run.yaml'}", "data.order=consecutive", f"run_dir={tmp_path / 'run'}"]
     works("train", *settings)
     works("quantize", tmp_path / "run", "--weights", "int4")
+
+
+def test_the_sample_of_int4_has_different_batches() -> None:
+    run = SimpleNamespace(dataset=data.load("copy", length=64, val_size=1), train=TrainConfig(batch_size=8))
+    found = _sample(run)
+    assert found.numel() >= SAMPLE
+    assert len(found.unique(dim=0)) == len(found)

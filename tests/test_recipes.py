@@ -131,3 +131,10 @@ def test_a_saved_run_is_complete_without_the_recipe(settings: list[str]) -> None
 def test_wrong_recipes_are_named(overrides: list[str], message: str, settings: list[str]) -> None:
     with pytest.raises(ValueError, match=message):
         resolved(*settings, *overrides)
+
+
+def test_options_of_a_mechanism_that_no_layer_has_are_not_dropped_in_silence(settings: list[str]) -> None:
+    with pytest.raises(
+        ValueError, match=r"attention_options is for \['performer'\], but must be for some of"
+    ):
+        resolved(*settings, "model.attention_options.performer.n_features=8")

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from multi30k_files import write_multi30k
 from published import write_babi, write_cifar10_subset, write_imdb, write_mnist
 from sounds import write_an4
 
-from unrolled import experiments, training
+from unrolled import data, experiments, training
 from unrolled.cli import _claims, _experiment_report, _experiments, run_config
 from unrolled.decode import load_model
 from unrolled.experiments import Results, made_of
@@ -351,3 +352,44 @@ def test_the_page_of_claims_names_what_the_runs_were_trained_on(monkeypatch: pyt
 def test_what_does_not_hold_is_explained(name: str) -> None:
     found = experiments.obtained(name) or {"expectations": []}
     assert all(x["held"] is not False for x in found["expectations"]) or _experiments.load(name).finding
+
+
+def test_results_with_other_evaluations_are_not_taken_over(tiny: Path) -> None:
+    experiment = made_of(TINY, tiny).at("full")
+    trial = next(experiment.sweeps("wide"))
+    figures = {"settings": run_config.plain(experiment.values(trial)), "evaluations": {"longer": {}}}
+    assert _experiments._fits(experiment, trial, figures)
+    for changes in ({"evaluate": {"longer": {"data.length": 9}}}, {"evaluations": {"shorter": {}}}):
+        assert not _experiments._fits(experiment, trial, figures | changes)
+
+
+def test_the_accuracy_is_that_of_the_test_split_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = SimpleNamespace(task="answers", vocabulary=data.Vocabulary("ids"))
+    ended = SimpleNamespace(train=training.TrainConfig(), dataset=dataset)
+    for counts, accuracy in (({"validation": (1, 4), "test": (3, 4)}, 0.75), ({"validation": (1, 4)}, 0.25)):
+        monkeypatch.setattr(_experiments, "count_splits", lambda *_, found=counts: found)
+        assert _experiments._scores(None, ended, loss=1.0)["accuracy"] == accuracy
+
+
+def test_losses_are_told_in_bits_and_as_perplexities_where_tasks_have_them() -> None:
+    words = data.Vocabulary("tokenizer", tokenizer="{}")
+    limited = training.TrainConfig(eval_batches=1)
+    for task, vocabulary, measures in (
+        ("bits", data.Vocabulary("ids"), {"bits"}),
+        ("tokens", data.Vocabulary("ids"), {"bits"}),
+        ("tokens", words, {"bits", "perplexity"}),
+        ("labels", words, set()),
+    ):
+        ended = SimpleNamespace(train=limited, dataset=SimpleNamespace(task=task, vocabulary=vocabulary))
+        found = _experiments._scores(None, ended, loss=1.0)
+        assert {name for name, x in found.items() if x is not None} == {"loss", *measures}
+
+
+def test_settings_of_the_contenders_to_train_are_checked_and_no_others(tiny: Path) -> None:
+    changes = {
+        "contenders": {"wide": {"model.attention": "softmax"}, "wrong": {"model.d_modell": 3}},
+        "evaluate": {"deep": {"spectrum": 1}},
+    }
+    tiny.write_text(yaml.safe_dump(TINY | changes | {"expect": ["1 < 2"]}, sort_keys=False))
+    assert "| wide |" in reproduce(tiny, "--only", "wide")
+    assert "spectral mass" in reproduce(tiny, "--table")

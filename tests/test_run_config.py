@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args
 
 import pytest
+import torch
 
 from unrolled import data
 from unrolled.cli import run_config
@@ -108,6 +109,7 @@ def test_a_saved_run_is_a_config_of_the_same_run(settings: list[str]) -> None:
         ("model.vocab_size=64", "model.vocab_size is 64, but must be 28 for the data set text"),
         ("model.start_token=true", "model.start_token is True, but must be False for the data set text"),
         ("model.n_layers=[", "override 'model.n_layers=[' is not valid YAML"),
+        ("data.path=2024-31-12", "override 'data.path=2024-31-12' is not valid YAML: month must be in 1..12"),
         ("data.name.first=1", "sets a part of name, which is 'text'"),
         ("n_layers", "override 'n_layers' must look like key=value"),
     ],
@@ -230,3 +232,44 @@ def test_a_saved_run_is_read_again_whatever_its_name(
     run = run_config.resolve(run_config.read(None, [*settings, f"run_dir='{name}'"]))
     run.save()
     assert run_config.read_saved(Path(name))["run_dir"] == name
+
+
+def test_a_model_needs_memory_for_its_weights_and_their_gradients(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_config.resolve(run_config.read(None, settings))
+    weights = sum(x.nbytes for x in run.new_model(torch.device("cpu")).parameters())
+    monkeypatch.setattr(run_config, "machine_bytes", lambda: 2 * weights)
+    run.new_model(torch.device("cpu"))
+    monkeypatch.setattr(run_config, "machine_bytes", lambda: 2 * weights - 1)
+    with pytest.raises(ValueError, match="with their gradients, but this machine has"):
+        run.new_model(torch.device("cpu"))
+
+
+def test_the_option_for_the_data_folder_overrides_all_settings() -> None:
+    settings = ["data.name=digits", "data.data_dir=there"]
+    assert run_config.read(None, settings, Path("here"))["data"] == {"name": "digits", "data_dir": "here"}
+
+
+def test_each_position_of_a_window_needs_a_vector(settings: list[str]) -> None:
+    settings = [*settings, "model.recipe=classic"]
+    run_config.resolve(run_config.read(None, [*settings, "model.max_length=16"]))
+    with pytest.raises(ValueError, match="has 15 positions, but must have at least 16 for the data set text"):
+        run_config.resolve(run_config.read(None, [*settings, "model.max_length=15"]))
+
+
+def test_a_run_is_not_opened_again_with_another_text(settings: list[str], tmp_path: Path) -> None:
+    run = run_config.resolve(run_config.read(None, settings))
+    run.save()
+    run.new_model(torch.device("cpu")).save(run.run_dir)
+    saved = run_config.read_saved(run.run_dir)
+    assert run_config.reopen(run.run_dir, saved).dataset.characters == run.dataset.characters
+    (tmp_path / "text.txt").write_text(TEXT.replace("q", "Q"))
+    with pytest.raises(ValueError, match=r"the data of .*run have other ids than its vocabulary.json"):
+        run_config.reopen(run.run_dir, saved)
+
+
+def test_no_recipe_completes_a_run_that_is_read_again(settings: list[str]) -> None:
+    given = ["model.recipe=classic", "model.attention=window"]
+    run = run_config.resolve(run_config.read(None, [*settings, *given]))
+    assert run_config.resolve(run.settings()).model == run.model

@@ -16,6 +16,7 @@ from tokenizers.models import WordLevel
 
 from unrolled import models
 from unrolled.cli import run_config
+from unrolled.cli.generate import _Sample
 from unrolled.data import Vocabulary
 
 SMALL = [
@@ -281,3 +282,30 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path, corpus):
     assert "is not a folder of unrolled tokenize" in error(
         "train", "data.name=tokens", f"data.path={tmp_path}", f"run_dir={tmp_path / 'run'}"
     )
+
+
+def test_a_separator_may_be_a_tab(tmp_path):
+    (tmp_path / "x.txt").write_text("\t".join(["one two", "three", "five"] * 30))
+    options = ["--tokenizer", "bytes", "--separator", r"\t", "--val-fraction", 0.2]
+    assert "90 documents" in works("tokenize", tmp_path / "x.txt", "--out", tmp_path / "out", *options).stdout
+
+
+def test_a_field_is_named_for_some_of_the_files(tmp_path):
+    (tmp_path / "a.txt").write_text("one two three " * 9)
+    (tmp_path / "b.jsonl").write_text('{"body": "four five"}\n' * 9)
+    options = ["--tokenizer", "bytes", "--field", "body", "--out", tmp_path / "out"]
+    assert "10 documents" in works("tokenize", tmp_path / "a.txt", tmp_path / "b.jsonl", *options).stdout
+
+
+def test_a_file_with_two_names_is_read_once(tmp_path):
+    (tmp_path / "a.txt").write_text("one two three " * 9)
+    (tmp_path / "b.txt").symlink_to("a.txt")
+    printed = error("tokenize", tmp_path / "a.txt", tmp_path / "b.txt", "--out", tmp_path / "out")
+    assert printed == "a file is named twice, but must be named once"
+
+
+def test_a_sample_ends_at_the_first_stop_text_in_it():
+    sample = _Sample(Vocabulary("text", characters=["a", "b", "c"]), [], ["cab", "ca"])
+    sample._read = lambda token: "bcab"  # a token may hold several stop texts
+    assert not sample.add(0)
+    assert sample.text == "bca"

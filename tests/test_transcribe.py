@@ -6,13 +6,14 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from commands import error, run, works
 from sounds import spoken, tone, write_an4, write_digits, write_wave
 
-from unrolled import generation, models
+from unrolled import data, generation, models
 from unrolled.cli import run_config
 from unrolled.cli._error_rate import error_rate
 from unrolled.cli.recipes import RECIPES
@@ -208,3 +209,22 @@ def test_an_exported_run_transcribes_the_same(trained: Path, tmp_path: Path) -> 
 
 def test_hugging_face_is_refused_in_one_sentence(trained: Path, tmp_path: Path) -> None:
     assert "ranscriber" in error("convert", trained, tmp_path / "hf")
+
+
+def test_the_standard_error_of_two_utterances_is_what_their_errors_differ_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = torch.tensor([[0, 1, 2, 3], [4, IGNORED, IGNORED, IGNORED]])
+    dataset = SimpleNamespace(
+        vocabulary=data.Vocabulary(
+            "speech", units=["a", "b", "c", "d", "e"], rate=8_000, n_mels=8, counted="word"
+        ),
+        eval_batches=lambda size: [data.Batch(torch.zeros(2, 1, 8), said)],
+    )
+    monkeypatch.setattr(
+        generation, "transcribe", lambda model, rows, beam_size: [said[0], torch.tensor([3, 3])]
+    )
+    found = error_rate(None, dataset, 2, 1)
+    assert (found.errors, found.units) == (2, 5)  # one is wrong, and one too many
+    # The errors are 0 of 4 and 2 of 1: both differ by 1.6 from 2 / 5 of the words.
+    assert found.standard_error == pytest.approx(2 * 1.6 / 5)

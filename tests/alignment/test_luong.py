@@ -152,7 +152,7 @@ def compared(ours, others, query, memory):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.sampled_from(list(SCORES)), st.integers(S, 3 * S))
 def test_a_window_of_the_whole_sentence_without_a_gaussian_is_global_attention(score, window):
     whole = made(LuongAttention, Q, score=score)
@@ -175,7 +175,7 @@ def test_a_predicted_place_learns_through_the_gaussian_alone():
         assert bool(module.place_v.weight.grad.any()) is learns
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 2**32))
 def test_windows_are_never_empty(length, window, seed):
     generator = torch.Generator().manual_seed(seed)

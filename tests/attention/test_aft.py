@@ -87,7 +87,7 @@ def test_every_variant_keeps_the_contract(options, check_part):
     check_part(Maker(AFT, options))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from(KINDS), st.booleans(), st.integers(1, 40), st.sampled_from([1, 3, 5, 17, 51]))
 def test_every_variant_is_its_formula(kind, causal, T, window):
     module = made(kind, causal=causal, window=window, max_length=64)

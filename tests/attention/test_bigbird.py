@@ -39,7 +39,7 @@ def module_of(layout, n_heads=4, **options):
     return BigBirdAttention(4 * n_heads, n_heads, **vars(layout), **options).double()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layout=layouts, length=st.integers(0, 40), grouped=st.booleans(), seed=st.integers(0, 9))
 def test_equals_the_definition(layout, length, grouped, seed):
     module = module_of(layout, n_kv_heads=2 if grouped else 4, value_dim=3, seed=seed)
@@ -49,7 +49,7 @@ def test_equals_the_definition(layout, length, grouped, seed):
     assert_same([module.attend(Heads(q, k, v), Masks())], [expected], [x])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(layout=layouts, seed=st.integers(0, 99))
 def test_each_row_has_the_pattern_of_its_own_length(layout, seed):
     padding = torch.rand(3, 30, generator=torch.Generator().manual_seed(seed)) < torch.tensor(
@@ -66,7 +66,7 @@ def test_each_row_has_the_pattern_of_its_own_length(layout, seed):
             assert_same([found[row : row + 1, keep]], [expected], [x])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(layout=layouts, length=st.integers(1, 40), seed=st.integers(0, 9))
 def test_the_pattern_is_what_the_paper_describes(layout, length, seed):
     b, radius, g, r = layout.block_size, layout.window_blocks // 2, layout.global_tokens, layout.random_blocks

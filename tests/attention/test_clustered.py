@@ -32,7 +32,7 @@ def signs(*shape, seed=0):
     return normal(*shape, seed=seed).sign().float()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     sizes=st.tuples(st.integers(1, 12), st.integers(1, 10), st.integers(1, 5), st.integers(0, 12)),
     grouped=st.booleans(),
@@ -170,7 +170,7 @@ def test_more_updates_bring_hashes_no_further_from_the_majority_of_their_cluster
     assert distance(20) < distance(0)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(T=st.integers(1, 20), n_clusters=st.integers(1, 6), size=st.integers(1, 5), seed=st.integers(0, 99))
 def test_blocks_hold_one_cluster_each_and_every_query_once(T, n_clusters, size, seed):
     cluster = random_clusters(3, T, 1, n_clusters, seed).squeeze(-1)

@@ -45,7 +45,7 @@ def test_the_definition_is_that_of_the_paper():
     )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(T=st.integers(1, 80), extra=st.integers(0, 9), heads_=st.tuples(st.integers(1, 2), st.integers(1, 3)))
 def test_equals_the_definition(T, extra, heads_):
     G, P = heads_

@@ -61,7 +61,7 @@ def defined(module, x):
     return module.out_proj(torch.stack(rows))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     T=st.integers(1, 14),
     window=st.integers(0, 6),

@@ -49,7 +49,7 @@ def defined(longformer, x, is_global):
     return longformer.out_proj(torch.stack(rows).flatten(2))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     length=st.integers(1, 12),
     window=st.tuples(st.integers(0, 4), st.integers(0, 4)),

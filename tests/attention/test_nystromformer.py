@@ -94,7 +94,7 @@ def test_without_iterations_the_inverse_is_that_of_moore_and_penrose():
         np.testing.assert_allclose(found[b, :, h].detach(), expected, rtol=1e-9, atol=1e-11)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     sizes=st.tuples(st.integers(1, 4), st.integers(1, 12), st.integers(1, 12)),
     grouped=st.booleans(),
@@ -113,7 +113,7 @@ def test_it_is_its_equations_of_two_segmentations(sizes, grouped, seed):
     assert_same(found, expected, inputs)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(N=st.integers(1, 20), m=st.integers(1, 8), density=st.floats(0, 1), seed=st.integers(0, 99))
 def test_segments_are_those_of_the_valid_tokens(N, m, density, seed):
     x = normal(3, N, 2, 2, seed=seed)

@@ -50,7 +50,7 @@ def test_the_definition_with_padding_and_gradients(form, given):
     assert_same(found, expected, arguments, atol=1e-12, rtol=1e-12)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(*[st.integers(1, 70)] * 2, st.integers(1, 9), st.sampled_from([(1, 1), (4, 2), (6, 2), (3, 3)]))
 def test_any_lengths_agree_with_the_reference(T, S, N, heads):
     arguments = inputs(T, S, N, *heads)

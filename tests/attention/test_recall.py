@@ -40,7 +40,9 @@ def test_what_cannot_be_read_so_is_refused():
         make("window", window=2).read(memory)
     with pytest.raises(UnsupportedError, match="topk attention does not compute weights"):
         make("topk").weights(memory, memory)
-    with pytest.raises(UnsupportedError, match="linear attention does not compute weights"):
+    with pytest.raises(
+        UnsupportedError, match="linear attention does not compute weights with these options; use"
+    ):
         LinearAttention(8, 4, normalizer="rms").double().weights(memory, memory)
     for name in ("softmax", "linear"):
         module = make(name)

@@ -81,7 +81,7 @@ shapes = {
 
 @pytest.mark.slow
 @given(**shapes, same_bucket=st.booleans(), causal=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_union_of_the_chunks_of_all_rounds(T, size, R, n_buckets, seed, same_bucket, causal):
     q, v, buckets = random_inputs(T, R=R, n_buckets=n_buckets, B=1, seed=seed)
     options = {"same_bucket": same_bucket, "causal": causal}
@@ -91,7 +91,7 @@ def test_the_union_of_the_chunks_of_all_rounds(T, size, R, n_buckets, seed, same
 
 
 @given(**shapes)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_union_of_the_earlier_members_of_the_buckets(T, size, R, n_buckets, seed):
     q, v, buckets = random_inputs(T, R=R, n_buckets=n_buckets, B=1, seed=seed)
     found = causal_lsh_attention(q, unit_keys(q), v, buckets, n_buckets=n_buckets, window=size)
@@ -199,7 +199,7 @@ def test_it_changes_most_of_the_past():
 
 
 @given(now=st.integers(1, 39), seed=st.integers(0, 99))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_it_sees_no_more_than_how_many_later_tokens_fall_into_each_bucket(now, seed):
     """Later values, queries and the order of their buckets have no effect."""
     q, v, buckets = random_inputs(40, H=1, B=1, n_buckets=6, seed=seed)

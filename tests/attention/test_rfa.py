@@ -44,7 +44,7 @@ def test_its_options_keep_the_contract(options, check_part):
 
 @pytest.mark.slow
 @given(T=st.integers(1, 80), features=st.sampled_from(["fourier", "arccos"]), gated=st.booleans())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_parallel_form_is_the_recurrence(T, features, gated):
     """The recurrence of the docstring, written out in a loop, with all gradients."""
     q, k, v = (x.requires_grad_() for x in inputs(T))

@@ -41,7 +41,7 @@ def test_a_kernel_of_either_sign_leaks_nothing():
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(T=st.integers(1, 4), extra=st.integers(0, 3), G=st.integers(1, 2), seed=st.integers(0, 99))
 def test_it_is_a_weighted_mean(name, T, extra, G, seed):
     q, k, v = (

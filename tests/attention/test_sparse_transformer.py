@@ -56,7 +56,7 @@ def definition(layout, length):
     return counts
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(layout=layouts(), length=st.integers(0, 30), grouped=st.booleans(), padded=st.booleans())
 def test_equals_the_definition(layout, length, grouped, padded):
     H, B = layout.n_heads, 2

@@ -56,7 +56,7 @@ reach = st.none() | st.tuples(*[st.integers(0, 5)] * 3)
 apart = st.none() | st.tuples(*[st.integers(1, 4)] * 3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.tuples(axis, axis, axis), st.floats(0, 1), reach, apart, st.booleans(), st.sampled_from([None, 1.0])
 )

@@ -35,7 +35,7 @@ def defined(q, k, v, n_keys, allowed, bias=0.0):
     return torch.einsum("bhts,bshm->bthm", weights, v)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     sizes=st.tuples(st.integers(1, 12), st.integers(1, 12), st.integers(1, 8)),
     causal=st.booleans(),

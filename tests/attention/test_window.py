@@ -40,7 +40,7 @@ def defined(q, k, v, window_size, dilation):
     return torch.stack(rows).reshape(B, H, T, -1).transpose(1, 2)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     length=st.integers(1, 13),
     window_size=st.tuples(st.integers(0, 5), st.integers(0, 5)),

@@ -243,3 +243,8 @@ def test_the_real_files(real_data):
     if 3 not in dataset.tasks:
         with pytest.raises(ValueError, match="task 3 has no training file here"):
             BabiDataset([3], data_dir=real_data)
+
+
+def test_answers_are_read_in_lower_case_like_words():
+    (story,) = parse(b"1 Mary went to the Hall.\n2 Where is Mary?\tHall\t1\n")
+    assert (story[0].words[-1], story[1].answer) == ("hall", "hall")

@@ -20,7 +20,7 @@ from unrolled.training import TrainConfig, evaluate
 BITS = ["associative_recall", "copy_bits", "repeat_copy"]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(n=st.integers(1, 9), n_bits=st.integers(1, 9), step=st.integers(0, 5))
 def test_copy_repeats_its_input(n, n_bits, step):
     dataset = CopyBitsDataset(n_bits, val_size=1, min_length=n, max_length=n)
@@ -34,7 +34,7 @@ def test_copy_repeats_its_input(n, n_bits, step):
     assert inputs[:, :, n_bits + 1].nonzero()[:, 1].tolist() == [n + 1] * 4
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(n=st.integers(1, 5), repeats=st.integers(1, 12))
 def test_repeat_copy_repeats_its_input_so_many_times_and_then_ends(n, repeats):
     sizes = {"min_length": n, "max_length": n, "min_repeats": repeats, "max_repeats": repeats}
@@ -51,7 +51,7 @@ def test_repeat_copy_repeats_its_input_so_many_times_and_then_ends(n, repeats):
     torch.testing.assert_close(told, torch.full((3,), float(repeats)))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(n=st.integers(2, 6), length=st.integers(1, 4), step=st.integers(0, 5))
 def test_associative_recall_asks_for_the_item_after_one(n, length, step):
     dataset = AssociativeRecallDataset(8, 1, length, n, n)
@@ -69,7 +69,7 @@ def test_associative_recall_asks_for_the_item_after_one(n, length, step):
         assert not row[second + 1 :].any()
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(length=st.integers(2, 30))
 def test_adding_marks_a_number_of_each_half(length):
     inputs, targets, *_ = AddingDataset(length, 1).batch("train", step=0, batch_size=20, seed=0)
@@ -142,3 +142,11 @@ def test_an_example_is_evaluated_as_if_alone(name):
     assert (batch.targets[batch.key_padding_mask] == IGNORED).all()
     overlaps = [intersection_over_union(model, dataset, size) for size in (1, 12)]
     assert overlaps[0] == overlaps[1]
+
+
+def test_the_lists_of_a_batch_are_asked_for_different_items():
+    dataset = data.load("associative_recall", min_items=6, max_items=6, val_size=1)
+    inputs = dataset.batch("train", step=0, batch_size=60, seed=0).inputs
+    items = inputs[:, :24].reshape(60, 6, 4, 8)[:, :, 1:, :6]
+    same = (items == inputs[:, None, 25:28, :6]).flatten(2).all(-1)
+    assert same.any(0).tolist() == [True] * 5 + [False]  # all but the last, which none follows

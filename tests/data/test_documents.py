@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unrolled.data._corpus import documents as module
-from unrolled.data._corpus.documents import Documents, zstd_module
+from unrolled.data._corpus.documents import Documents, Piece, zstd_module
 from unrolled.data._corpus.splitting import Splitting
 from unrolled.data._tokenizer import LONGEST_PIECE, pieces
 
@@ -208,6 +208,7 @@ def test_of_a_single_document_the_end_is_held_out(tmp_path, n):
     of_val = [x for split, x in Splitting.of(documents, 0.3).split(documents.pieces()) if split == "val"]
     assert [x.begins for x in of_val] == [True, *[False] * (len(of_val) - 1)]
     assert [x.ends for x in of_val] == [*[False] * (len(of_val) - 1), True]
+    assert sides(Splitting.of(documents, 1e-17), documents)["val"] == [text[-1]]
 
 
 def test_files_without_text_are_refused(tmp_path):
@@ -220,3 +221,17 @@ def test_a_file_of_json_with_line_ends_inside_texts_is_read(tmp_path):
     path = tmp_path / "x.ndjson"
     path.write_bytes(b"".join(json.dumps({"t": x}).encode() + b"\r\n" for x in ("a\r\nb", "c\u2028d")))
     assert texts_of(path, field="t") == ["a\r\nb", "c\u2028d"]
+
+
+def test_a_held_out_end_that_begins_with_a_piece_begins_a_document():
+    first, second = Piece("abc", (0, 0, 0), True, False), Piece("de", (0, 0, 3), False, True)
+    found = list(Splitting(0.4, (0, 0), 3).split([first, second]))
+    assert found == [("train", first), ("val", Piece("de", (0, 0, 3), True, True))]
+
+
+def test_the_bytes_of_files_that_are_passed_over_count_as_read(tmp_path):
+    files, done = [write_lines(tmp_path / f"{i}.jsonl", TEXTS[:50]) for i in range(3)], []
+    assert list(Documents(files).pieces(first=2, on_bytes=done.append))
+    sizes = [file.stat().st_size for file in files]
+    assert done == sorted(done)
+    assert (done[0], done[-1]) == (sizes[0], sum(sizes))

@@ -1,5 +1,7 @@
 """The reviews are read as published, cut and padded, and anything else is refused."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from published import REVIEWS, imdb_archive, write_imdb
@@ -166,3 +168,13 @@ def is_part(shorter, longer):
     """Return whether the words of one text come in this order in another."""
     words = iter(longer)
     return all(word in words for word in shorter)
+
+
+def test_words_are_put_in_at_random(folder):
+    dataset = ImdbDataset(data_dir=folder, inserted=0.5)
+    words = [b"w%d" % i for i in range(400)]
+    dataset._reviews["val"] = [(0, b" ".join(words))] * 2
+    first, second = (dataset._edited(i)[1].split(b" ") for i in range(2))
+    assert first != second  # each review is changed in its own way
+    assert sum(a == b for a, b in pairwise(first)) < 10
+    assert {first.count(word) for word in words} >= {1, 2, 3}

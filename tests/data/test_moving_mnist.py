@@ -85,3 +85,22 @@ def test_batches_are_a_function_of_seed_and_step(made):
 def test_impossible_options(made, options, sentence):
     with pytest.raises(ValueError, match=sentence):
         made(**options)
+
+
+def test_validation_videos_are_of_test_images(made, small):  # noqa: F811
+    dataset = made(n_digits=1, size=28, patch=7, frames=2)
+    for split, batch in {
+        "train": dataset.batch("train", step=0, batch_size=6, seed=0),
+        "val": next(dataset.eval_batches(6)),
+    }.items():
+        video, *_ = frames_of(dataset, batch)
+        images = small[split].astype(np.float32) / np.float32(255)
+        assert all((frame == images).all((1, 2)).any() for frame in video[:, 0])
+
+
+def test_digits_have_different_speeds(made):
+    places = made(size=2_000, patch=500)._paths(np.random.default_rng(0), 500)
+    speeds = np.hypot(*np.moveaxis(places[:, :, -1] - places[:, :, 0], -1, 0)).flatten() / 7
+    assert np.quantile(speeds, [0.1, 0.5, 0.9]) == pytest.approx([2.3, 3.5, 4.7], abs=0.15)
+    assert np.quantile(speeds, 0.01) > 1.8  # a few bounce
+    assert speeds.max() < 5.2

@@ -119,6 +119,8 @@ def test_evaluation_has_every_pair_once_in_order(dataset):
 
 def test_long_pairs_are_left_out_of_training_only(files, dataset):
     longest = max(max(map(len, pair)) for pair in dataset._pairs["train"])
+    whole = data.load("multi30k", data_dir=files, vocab_size=300, length=longest)
+    assert whole.epoch_size("train") == dataset.epoch_size("train")
     short = data.load("multi30k", data_dir=files, vocab_size=300, length=longest - 1)
     assert 0 < short.epoch_size("train") < dataset.epoch_size("train")
     assert short.epoch_size("val") == dataset.epoch_size("val")

@@ -4,9 +4,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from unrolled.data._epochs import epoch_rows_by_length
 from unrolled.data._mixture import BLOCK, drawn_sources
 from unrolled.data._permutation import permuted
 from unrolled.data._windows import consecutive, shifted, shuffled
@@ -45,7 +46,6 @@ def test_everything_is_equally_often_first() -> None:
     assert np.bincount(firsts, minlength=5) == pytest.approx([400] * 5, abs=90)  # 5 standard deviations
 
 
-@settings(deadline=None)
 @given(size=st.integers(1, 60), batch_size=st.integers(1, 40), seed=KEY)
 def test_an_epoch_has_every_window_once(size: int, batch_size: int, seed: int) -> None:
     steps = -(-3 * size // batch_size)
@@ -121,3 +121,21 @@ def test_sources_are_mixed_differently_by_each_seed() -> None:
     one, other = (drawn_sources([1, 1], step=0, batch_size=1_000, seed=seed)[0] for seed in (0, 1))
     assert 400 < (one == other).sum() < 600
     assert 400 < (one[1:] != one[:-1]).sum() < 600  # not in turns
+
+
+def test_batches_of_one_length_come_in_another_order_in_each_pool() -> None:
+    pool, lengths = 16, np.arange(64)[None]  # an epoch is a pool: batch i has the lengths 4 i to 4 i + 3
+
+    def order(block: int, seed: int) -> list[int]:
+        steps = range(block * pool, (block + 1) * pool)
+        rows = [epoch_rows_by_length(lengths, step=s, batch_size=4, seed=seed, pool=pool) for s in steps]
+        return [int(x.min()) // 4 for x in rows]
+
+    orders = [order(0, 0), order(1, 0), order(0, 1)]
+    assert all(sorted(x) == list(range(pool)) for x in orders)
+    assert len({tuple(x) for x in [*orders, list(range(pool))]}) == 4
+
+
+def test_sources_are_mixed_differently_in_each_block() -> None:
+    one, other = (drawn_sources([1, 1], step=step, batch_size=BLOCK, seed=0)[0] for step in (0, 1))
+    assert 0.45 * BLOCK < (one == other).sum() < 0.55 * BLOCK

@@ -19,6 +19,8 @@ def test_lines_keep_apart_and_discs_are_as_far_apart_with_either_label():
         for i, line in enumerate(points):
             for other in points[:i]:
                 assert np.hypot(*(line[:, None] - other).T).min() >= CLEAR
+                ends = line[[0, -1]][:, None] - other[[0, -1]]
+                assert np.hypot(*ends.T).min() >= 2 * CLEAR  # so that discs do not touch
         joined.append(math.dist(lines[0][0], lines[0][-1]))
         lines, (a, b) = data._apart(source, joined[-1])
         assert {a, b} & {lines[0][0], lines[0][-1]}

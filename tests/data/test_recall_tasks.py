@@ -15,7 +15,7 @@ from unrolled.data.mqar import MqarDataset
 from unrolled.data.passkey import PasskeyDataset
 from unrolled.data.selective_copy import SelectiveCopyDataset
 
-quick = settings(deadline=None, max_examples=25)
+quick = settings(max_examples=25)
 
 
 def rows(batch: Batch) -> list[tuple[list[int], list[int]]]:

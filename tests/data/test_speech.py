@@ -254,3 +254,41 @@ def test_the_real_digits(real_data):
         "train", step=0, batch_size=2, seed=0
     )
     assert batch.inputs.shape[0] == 2
+
+
+def test_three_channels_are_averaged_and_rounded(tmp_path):
+    one, none = np.ones(800, np.int16), np.zeros(800, np.int16)
+    assert (read_sound(write_wave(tmp_path / "x.wav", [one, one, none]), 16_000) == 1).all()
+    assert (read_sound(write_wave(tmp_path / "x.wav", [none, one, none]), 16_000) == 0).all()
+
+
+def test_bars_reach_every_frame_and_band_and_do_not_depend_on_other_utterances():
+    short, long = (Utterance(torch.ones(n, 20), torch.arange(3)) for n in (25, 60))
+    alone, beside = as_batch([short]), as_batch([short, long])
+    times, bands = torch.zeros(25, dtype=torch.bool), torch.zeros(20, dtype=torch.bool)
+    for seed in range(300):
+        hidden = hide(alone, np.random.default_rng(seed), 2).inputs[0]
+        assert torch.equal(hidden, hide(beside, np.random.default_rng(seed), 2).inputs[0, :25])
+        times |= (hidden == 0).all(1)
+        bands |= (hidden == 0).all(0)
+    assert times.all()
+    assert bands.all()
+
+
+def test_bars_are_drawn_by_the_seed_and_the_step(folder, monkeypatch):
+    draws = []
+    monkeypatch.setattr(an4, "hide", lambda batch, rng, masks: draws.append(rng.random()) or batch)
+    dataset = data.load("an4", data_dir=folder)
+    for step, seed in ((0, 0), (1, 0), (0, 1), (0, 0)):
+        dataset.batch("train", step=step, batch_size=2, seed=seed)
+    assert len(set(draws)) == 3
+    assert draws[0] == draws[3]
+
+
+def test_digits_are_trained_on_other_recordings_than_they_are_tested_on(folder):
+    dataset = data.load("spoken_digits", data_dir=folder, most=1, masks=0, val_size=1)
+    batch = dataset.batch("train", step=0, batch_size=60, seed=0)
+    for row, padding, ids in zip(batch.inputs, batch.key_padding_mask, batch.targets, strict=True):
+        word = spoken(spoken_digits.WORDS[int(ids[0])], 8_000)
+        takes = [log_mel(word // (take + 1), 8_000, 40) for take in (5, 6)]
+        assert any(torch.equal(row[~padding], take) for take in takes)

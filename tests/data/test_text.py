@@ -287,3 +287,18 @@ def test_impossible_vocabularies_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         TextDataset(path, **({"length": 3} | options))
     assert TextDataset(path, length=3, vocab_size=10).vocab_size == 10
+
+
+def test_the_checksum_is_that_of_both_splits(tmp_path):
+    texts = ("abc" * 30, "acb" + "abc" * 29, "abc" * 29 + "acb")
+    found = {TextDataset(write(tmp_path, x), length=2).ids_checksum for x in texts}
+    assert len(found) == 3
+
+
+def test_windows_are_drawn_by_the_seed_and_the_step(tmp_path):
+    path = write(tmp_path, "".join(chr(0x100 + i) for i in range(500)))
+    for order in ("random", "drawn"):
+        dataset = TextDataset(path, length=2, order=order)
+        requests = [(0, 0), (1, 0), (0, 1)]
+        batches = [dataset.batch("train", step=step, batch_size=20, seed=seed) for step, seed in requests]
+        assert len({tuple(x.inputs[:, 0].tolist()) for x in batches}) == 3

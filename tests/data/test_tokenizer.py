@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from corpora import story
 from hypothesis import given
@@ -187,3 +188,16 @@ def test_the_vocabulary_of_a_run(tmp_path):
 def test_what_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_ids_take_two_bytes_as_long_as_they_fit(monkeypatch):
+    for size, dtype in ((2**16, np.uint16), (2**16 + 1, np.uint32)):
+        monkeypatch.setattr(PAIRS, "_size", size)
+        assert np.array(size - 1).astype(PAIRS.dtype) == size - 1
+        assert PAIRS.dtype == dtype
+
+
+def test_another_end_of_documents_is_another_vocabulary():
+    one, other = (Vocabulary("tokenizer", tokenizer=PAIRS.to_json(), end=end) for end in (0, 1))
+    assert not one.same_ids(other)
+    assert not one.same_ids(Vocabulary("tokenizer", tokenizer=PAIRS.to_json()))

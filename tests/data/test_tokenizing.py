@@ -280,3 +280,12 @@ def test_many_ids_take_four_bytes(tmp_path):
     corpus = Corpus(folder)
     assert corpus.index.dtype == "uint32"
     assert corpus.ids("train").read(0, 1)[0] == 31_001 + 39_000
+
+
+def test_a_tokenizer_that_was_changed_is_written_again(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    tokenizing([source]).write(tmp_path / "out")
+    before, file = digests(tmp_path / "out"), tmp_path / "out/tokenizer.json"
+    file.write_bytes(file.read_bytes() + b" ")
+    assert tokenizing([source]).write(tmp_path / "out").complete
+    assert digests(tmp_path / "out") == before

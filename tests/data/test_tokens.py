@@ -17,6 +17,7 @@ from unrolled import data
 from unrolled.contract import IGNORED, Batch
 from unrolled.data._corpus.index import Index, Part, Shard
 from unrolled.data._corpus.reading import Corpus
+from unrolled.data._mixture import drawn_sources
 from unrolled.data.tokens import TokensDataset
 from unrolled.training.memory import STATUS
 
@@ -331,3 +332,37 @@ def test_75_gib_are_opened_at_once_and_stay_on_the_disk(folder, tmp_path):
     digests = results[0][2]
     assert results[1][2] == digests[20:]
     assert len({x for rows in digests for x in rows}) == 320  # of windows that were read once each
+
+
+def test_each_corpus_of_a_mixture_has_an_order_of_its_own(folder, tmp_path):
+    twice = {str(folder): 1.0, str(copied(folder, tmp_path / "copy")): 1.0}
+    batch = TokensDataset(twice, length=16).batch("train", step=0, batch_size=100, seed=0)
+    sources, _ = drawn_sources([1.0, 1.0], step=0, batch_size=100, seed=0)
+    first, second = (batch.inputs[torch.from_numpy(sources == source)][:30] for source in (0, 1))
+    assert (first != second).any(1).sum() > 25
+
+
+def test_the_checksum_is_that_of_the_ids_not_only_of_the_places_of_documents(tmp_path):
+    found = []
+    for name in ("cat", "dog"):
+        made = write_corpus(tmp_path / name, [*TEXTS[:20], f"the {name}"], tokenizer="bytes")
+        found.append((TokensDataset(made, length=16).ids_checksum, Corpus(made).index.totals))
+    assert found[0][1] == found[1][1]
+    assert found[0][0] != found[1][0]
+
+
+def test_corpora_whose_documents_end_differently_are_not_mixed(folder, tmp_path):
+    given = {"tokenizer": str(folder / "tokenizer.json")}
+    ends = {"one": None, "other": "Z"}
+    both = {
+        str(write_corpus(tmp_path / name, TEXTS[:30], end=end, **given)): 1.0 for name, end in ends.items()
+    }
+    with pytest.raises(ValueError, match=r"one and .*other have different"):
+        TokensDataset(both, length=16)
+
+
+def test_the_first_id_beyond_the_tokenizer_is_found(folder, tmp_path):
+    copy = copied(folder, tmp_path / "copy")
+    damage("train-00000.npy", lambda x: x[:-400] + (300).to_bytes(2, "little") * 200)(copy)
+    with pytest.raises(ValueError, match="has the id 300, but the ids are 0 to 299"):
+        TokensDataset(copy, length=16).batch("train", step=0, batch_size=1_500, seed=0)

@@ -49,7 +49,7 @@ def product(x, w, bias, weights):
     return logits
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     weights=st.sampled_from(list(PACKINGS)),
     inputs=st.integers(1, 200),
@@ -116,7 +116,6 @@ def test_inputs_that_are_not_finite_are_not_hidden(bad, weights, instruction_set
     assert y[[0, 2]].isfinite().all()
 
 
-@settings(deadline=None)
 @given(outputs=st.integers(1, 5), inputs=st.integers(1, 90), seed=st.integers(0, 999))
 def test_rounding_is_to_the_nearest_number_of_a_grid(outputs, inputs, seed):
     torch.manual_seed(seed)
@@ -134,7 +133,6 @@ def test_rounding_is_to_the_nearest_number_of_a_grid(outputs, inputs, seed):
         assert (error(of_group, group).sqrt() <= bound).all()
 
 
-@settings(deadline=None)
 @given(
     weights=st.sampled_from(list(PACKINGS)),
     inputs=st.integers(1, 90),

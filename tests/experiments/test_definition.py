@@ -172,11 +172,41 @@ def test_a_scale_changes_sections_of_a_contender_too():
             {"expect": ["loss['none'] < 1"]},
             "tiny.yaml: the expectation .* has the contender 'none', but there",
         ),
+        (
+            {"expect": ["loss[['wide']] < 1"]},
+            r"tiny.yaml: the expectation .* has the contender \['wide'\], but there",
+        ),
+        (
+            {"expect": ["loss[{[1]: 2}] < 1"]},
+            r"tiny.yaml: the expectation .* has the contender .*1.*, but there",
+        ),
+        (
+            {"scales": {"full": {"sweep": {"model.d_model": [8]}}}},
+            "wide in contenders of tiny.yaml sets model.d_model, but must not",
+        ),
+        ({"published": {True: "1", "none": "2"}}, "published of tiny.yaml names True, which is no contender"),
+        (
+            {"contenders": {"": {"model.attention": "linear"}}},
+            "the name '' in contenders of tiny.yaml is that of a folder, but is empty",
+        ),
+        (
+            {"scales": {"../up": {"train.steps": 3}}},
+            r"the name '../up' in scales of tiny.yaml is that of a folder, but begins with a dot or has a slash",
+        ),
+        (
+            {"scales": {"smoke": {"train.steps": 3}}},
+            "scales of tiny.yaml has 'smoke', but must not: that scale is two steps of every run",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_in_one_sentence(changes, message):
     with pytest.raises(ValueError, match=message):
         tiny(**changes)
+
+
+def test_keys_of_two_types_are_refused_too():
+    with pytest.raises(ValueError, match=r"tiny\.yaml has the key 1, but must have some of"):
+        made_of({1: "a", "foo": "b"}, Path("tiny.yaml"))
 
 
 def test_an_unknown_scale_or_experiment_is_refused():

@@ -68,3 +68,13 @@ def test_settings_that_need_other_weights_are_refused(tmp_path, options):
     model = run(tmp_path).new_model(torch.device("cpu"))
     with pytest.raises(ValueError, match="the trained weights do not fit the evaluation 'other': "):
         _refilled(run(tmp_path, **options), model, "other")
+
+
+def test_a_spectrum_is_that_of_the_model_with_its_other_settings(tmp_path):
+    values = settings(tmp_path, attention="softmax", positions="rotary")
+    trained = run_config.resolve(values).new_model(torch.device("cpu")).eval()
+    trained.stack.blocks[0].attention.qkv_proj.weight.data.mul_(10)
+    found = _evaluated(trained, values, "apart", {"spectrum": 1, "model.positions": "none"})
+    other = run(tmp_path, attention="softmax", positions="none")
+    assert found == {"spectral_mass": mean_mass(_refilled(other, trained, "apart"), other.dataset, 1)}
+    assert found != {"spectral_mass": mean_mass(trained, other.dataset, 1)}

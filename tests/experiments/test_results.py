@@ -163,3 +163,24 @@ def test_a_measure_of_further_evaluations_only():
         ["contender", "evaluation", "spectral mass"], [["wide", "layer 1", "0.950"]],
     )  # fmt: skip
     assert [x.held for x in results.verdicts()] == [True]
+
+
+def test_a_measure_that_one_seed_lacks_has_no_mean():
+    experiment, runs = tiny(sweep=None, seeds=[0, 1]), {}
+    results = Results(experiment, runs)
+    for trial, more in zip(results.experiment.sweeps("wide"), ({"accuracy": 0.5},), strict=True):
+        runs[trial.folder] = figures(0.5, **more)
+    assert results.mean("accuracy", "wide") == (0.5, None)
+    runs[results.seeds("wide")[1].folder] = figures(0.7)
+    assert results.mean("accuracy", "wide") is None
+
+
+def test_times_of_steps_on_two_processors_are_not_compared():
+    expect = ['seconds_per_step["wide"] < 9', 'seconds_per_step["wide"] < seconds["narrow"]']
+    experiment = tiny(seeds=[0], expect=expect)
+    runs = {
+        trial.folder: figures(0.5, processor=processor, seconds_per_step=0.1)
+        for name, processor in (("wide", "A"), ("narrow", "B"))
+        for trial in experiment.sweeps(name)
+    }
+    assert [x.held for x in Results(experiment, runs).verdicts()] == [True, None]

@@ -87,7 +87,7 @@ def test_a_beam_that_holds_everything_is_an_exhaustive_search(
             assert hypothesis.log_prob / ((5 + n) / 6) ** alpha == pytest.approx(hypothesis.score, abs=1e-12)
 
 
-@settings(deadline=None, max_examples=50, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(
     seed=st.integers(0, 10_000),
     V=st.integers(2, 9),

@@ -83,7 +83,7 @@ def options_of(search: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@settings(deadline=None, max_examples=50, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(SEARCHES)
 def test_without_a_length_penalty_ours_is_theirs(search):
     model = made(search["seed"], search["vocab_size"])
@@ -94,7 +94,7 @@ def test_without_a_length_penalty_ours_is_theirs(search):
     assert_same(found, expected)
 
 
-@settings(deadline=None, max_examples=50, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(SEARCHES, st.sampled_from([0.5, 1.0, 2.0]))
 def test_with_a_power_of_the_length_for_its_penalty_the_description_is_theirs(search, power):
     """`test_beam.py` shows that ours is the description with the penalty of Wu et al."""

@@ -73,7 +73,7 @@ def greedy_by_forward(model: nn.Module, prompt: list[int], n: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     st.lists(st.lists(st.integers(0, V - 1), min_size=1, max_size=7), min_size=1, max_size=4),
     st.integers(0, 9),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -32,7 +32,6 @@ def ranked(row: Tensor) -> list[int]:
     return sorted(range(len(row)), key=lambda token: (-row[token].item(), token))
 
 
-@settings(deadline=None)
 @given(batches, st.integers(1, 15))
 def test_top_k_keeps_the_first_k_by_likelihood_then_id(batch: list[list[int]], k: int) -> None:
     logits = logits_of(batch)
@@ -40,7 +39,6 @@ def test_top_k_keeps_the_first_k_by_likelihood_then_id(batch: list[list[int]], k
     assert kept(filtered) == [set(ranked(row)[:k]) for row in logits]
 
 
-@settings(deadline=None)
 @given(batches, st.floats(0.01, 1))
 def test_top_p_keeps_the_smallest_set_with_mass_p(batch: list[list[int]], p: float) -> None:
     logits = logits_of(batch)
@@ -73,7 +71,6 @@ def test_top_p_of_one_keeps_even_what_rounding_would_lose() -> None:
     assert kept(sampling.top_p(torch.tensor([[0.0, -200.0]]), 1.0)) == [{0, 1}]
 
 
-@settings(deadline=None)
 @given(batches, st.floats(0.001, 1))
 def test_min_p_is_relative_to_the_most_likely(batch: list[list[int]], p: float) -> None:
     logits = logits_of(batch)
@@ -84,7 +81,6 @@ def test_min_p_is_relative_to_the_most_likely(batch: list[list[int]], p: float) 
         assert int(row.argmax()) in tokens
 
 
-@settings(deadline=None)
 @given(
     batches,
     st.floats(0, 10),
@@ -107,7 +103,6 @@ def test_no_chain_of_filters_leaves_nothing(
     assert not filtered.isnan().any()
 
 
-@settings(deadline=None)
 @given(rows, st.floats(0.2, 5))
 def test_temperature_raises_probabilities_to_a_power(row: list[int], t: float) -> None:
     logits = logits_of([row])
@@ -129,7 +124,6 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_s
     assert penalised.tolist() == [[0.5, -8.0, 2.0, -2.0]]
 
 
-@settings(deadline=None)
 @given(rows, st.integers(0, 2**32))
 def test_sample_never_draws_an_excluded_token(row: list[int], seed: int) -> None:
     logits = sampling.top_k(logits_of([row] * 20), 2)

@@ -29,7 +29,7 @@ def drawn(T, n, seed, sharpness):
     return (sharpness * noise).log_softmax(-1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 5), st.integers(2, 4), st.integers(0, 1_000), st.floats(0.1, 3))
 def test_a_search_that_drops_nothing_is_exact(T, n, seed, sharpness):
     log_probs = drawn(T, n, seed, sharpness)

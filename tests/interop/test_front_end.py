@@ -38,7 +38,7 @@ def exact(samples: np.ndarray, rate: int, n_mels: int) -> torch.Tensor:
     return (y - y.mean(0)) / (y.std(0, correction=0) + 1e-3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(400, 3_000), st.sampled_from([8_000, 16_000]), st.sampled_from([20, 40]), st.integers(0, 99)
 )

@@ -109,7 +109,7 @@ def test_two_hundred_steps_agree_to_1e5(pair, graph):
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(1, 3), st.lists(st.integers(1, 70), min_size=1, max_size=4))
 @torch.no_grad()
 def test_any_split_of_the_prompt_gives_the_same_logits(pair, batch, cuts):

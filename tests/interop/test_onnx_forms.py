@@ -12,7 +12,7 @@ from unrolled.ops.linear import LinearState, linear_attention_reference
 from unrolled.ops.window import window_attention
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 9), st.sampled_from([(2, 2), (4, 2), (3, 1)]), st.booleans(), st.booleans())
 def test_linear_attention(T, heads, gated, normalize):
     (H, G), generator = heads, torch.Generator().manual_seed(T)
@@ -31,7 +31,7 @@ def test_linear_attention(T, heads, gated, normalize):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([(2, 2), (4, 2)]), st.booleans())
 def test_bidirectional_linear_attention(T, S, heads, normalize):
     (H, G), generator = heads, torch.Generator().manual_seed(T)
@@ -63,7 +63,7 @@ def test_a_query_with_zero_denominator_gives_zero():
     assert torch.equal(o, torch.zeros(1, 2, 1, 2))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 6), st.integers(0, 6), st.integers(-1, 4), st.integers(-1, 2), st.booleans())
 def test_window_attention(T, earlier, left, right, padded):
     generator = torch.Generator().manual_seed(T)

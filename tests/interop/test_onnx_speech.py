@@ -34,7 +34,7 @@ def pair(request, tmp_path_factory):
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.integers(200, 6_000), min_size=1, max_size=3))
 @torch.no_grad()
 def test_rows_of_any_lengths_are_those_of_the_model(pair, lengths):

@@ -27,7 +27,7 @@ def mixture_with(parameters: torch.Tensor, levels: int) -> LogisticMixture:
 
 
 @given(levels=LEVELS, values=st.lists(EXTREMES, min_size=6, max_size=6))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_the_mixture_is_a_distribution_with_finite_gradients_at_any_parameters(levels, values):
     head = mixture_with(torch.tensor(values), levels)
     log_probs = head.log_probs(torch.zeros(1))
@@ -43,7 +43,7 @@ def test_the_mixture_is_a_distribution_with_finite_gradients_at_any_parameters(l
 
 
 @given(levels=st.integers(2, 64), seed=st.integers(0, 2**31))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_the_mixture_is_equation_2_of_pixelcnn_pp(levels, seed):
     generator = torch.Generator().manual_seed(seed)
     parameters = torch.randn(9, dtype=torch.double, generator=generator)

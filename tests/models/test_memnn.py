@@ -179,7 +179,7 @@ def test_the_loss_reads_the_sentences_given_and_else_those_chosen():
     assert model.loss(inputs, torch.full((4, 3), NONE), key_padding_mask=padding) == 0
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 1000))
 def test_padding_is_never_chosen_wherever_it_stands_and_whatever_it_holds(sentences, words, seed):
     model = make(n_hops=3)

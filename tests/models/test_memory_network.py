@@ -136,7 +136,7 @@ def test_layer_wise_tying_has_one_of_each():
     assert len(list(model.parameters())) == 7
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 1000), st.sampled_from(TYINGS))
 def test_padding_changes_nothing_wherever_it_stands_and_whatever_it_holds(sentences, words, seed, tying):
     model = make(tying=tying)

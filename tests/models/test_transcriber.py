@@ -45,7 +45,7 @@ def rows(draw):
     return V, T, frames, targets, draw(st.integers(0, 1_000))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rows())
 def test_the_loss_is_a_sum_over_all_paths(case):
     V, T, frames, targets, seed = case

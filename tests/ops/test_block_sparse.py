@@ -25,7 +25,7 @@ def counts_of(blocks, T, S, C, K, allowed):
     return counts
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     T=st.integers(0, 9),
     S=st.integers(0, 9),

@@ -57,7 +57,7 @@ sizes = st.tuples(st.integers(0, 2), st.integers(0, 9), st.sampled_from([1, 16, 
 activations = st.sampled_from([None, "silu"])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(sizes, st.booleans(), activations)
 def test_every_form_is_the_definition(sizes, padded, activation):
     given = inputs(*sizes)
@@ -78,7 +78,7 @@ def test_a_state_does_not_keep_the_inputs_in_memory(form):
     assert state.untyped_storage().nbytes() == state.numel() * state.itemsize
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.integers(0, 9), max_size=4), st.integers(1, 5), activations)
 def test_packed_sequences_do_not_mix(lengths, W, activation):
     options = {

@@ -40,7 +40,7 @@ def test_the_bias_may_be_absent(run):
     equals_the_definition(run, given, activation="silu")
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     st.tuples(st.integers(0, 2), st.integers(0, 130), st.sampled_from([1, 16, 70]), st.integers(1, 5)),
     st.booleans(),
@@ -51,7 +51,7 @@ def test_any_sizes_equal_the_definition(run, sizes, padded, activation):
     equals_the_definition(run, draw(*sizes), key_padding_mask=mask, activation=activation)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(st.lists(st.sampled_from([0, 1, 2, 5, 63, 64, 65]), max_size=4), st.sampled_from([1, 4]))
 def test_packed_sequences_do_not_mix(run, lengths, W):
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)

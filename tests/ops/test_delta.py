@@ -33,7 +33,7 @@ def with_gradients(outputs, inputs):
     return [*outputs, *torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(1, 2),
     st.sampled_from([0, 1, 2, 5, 63, 64, 65, 130]),

@@ -89,7 +89,7 @@ def assert_as_exact(draw, draws=4, *, gates="heads", **options):
 widths = st.sampled_from([1, 3, 8, 16, 17, 33, 64, 80])
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     st.integers(0, 70),
     st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)]),
@@ -112,7 +112,7 @@ def test_wide_heads(D, M, gates):
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     st.lists(st.sampled_from([0, 1, 2, 15, 16, 17, 40]), max_size=5),
     widths,

@@ -52,7 +52,7 @@ def test_equals_explicit_matrices(run):
     torch.testing.assert_close(found[:2], tuple(x.float() for x in definition(*exact)), rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(
     T=st.integers(0, 140),
     heads=st.sampled_from([(1, 1), (1, 3), (2, 1)]),
@@ -82,7 +82,7 @@ def test_wide_heads_are_worked_through_in_blocks(run, D, M):
     equals_the_definition(run, draw(20, B=1, D=D, M=M))
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(st.lists(st.sampled_from([0, 1, 5, 64, 65]), max_size=3))
 def test_packed_sequences_equal_the_definition(run, lengths):
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)

@@ -31,7 +31,7 @@ def runs(monkeypatch):
 
 @needs_kernels
 @pytest.mark.parametrize("instruction_set", native.instruction_sets())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.integers(1, 33),
     inputs=st.sampled_from([1, 3, 16, 33, 64, 200]),

@@ -31,7 +31,7 @@ def run(inputs, **options):
     return dplr(*tokenwise, state=state, **options)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(T=st.integers(0, 140), D=st.integers(1, 5), M=st.sampled_from([1, 3, 70]))
 def test_chunks_equal_the_definition(T, D, M):
     inputs = random_inputs(1, T, 2, D, M)

@@ -104,7 +104,7 @@ def assert_as_exact(draw, phi, causal, mask=None, draws=4):
 widths = st.sampled_from([1, 3, 8, 16, 17, 33, 64])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     T=st.integers(1, 70),
     S=st.integers(0, 70),

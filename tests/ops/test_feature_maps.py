@@ -82,7 +82,7 @@ def test_elu_gradients_are_finite_for_large_inputs():
     assert x.grad.tolist() == [1.0, 0.0]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(D=st.integers(1, 7), offset=st.floats(0, 3), seed=st.integers(0, 99))
 def test_polynomial_features_have_the_polynomial_kernel(D, offset, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -91,7 +91,7 @@ def test_polynomial_features_have_the_polynomial_kernel(D, offset, seed):
     torch.testing.assert_close(phi.phi_q(q) @ phi.phi_k(k).T, (q @ k.T + offset) ** 2)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(D=st.integers(1, 7), size=st.floats(0.1, 3), seed=st.integers(0, 99))
 def test_taylor_features_have_the_series_of_exp_up_to_its_square(D, size, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -114,7 +114,7 @@ def test_dpfp_keeps_what_is_negative():
     assert (make_feature_map("dpfp", 4).phi(-torch.ones(4)) != 0).any()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(i=st.integers(0, 50), j=st.integers(0, 50), seed=st.integers(0, 99))
 def test_cosformer_weighs_by_the_cosine_of_the_distance(i, j, seed):
     generator = torch.Generator().manual_seed(seed)

@@ -73,7 +73,7 @@ def assert_as_exact(draw, draws=4, **masks):
 widths = st.sampled_from([1, 3, 8, 16, 17, 33, 64, 80])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.integers(0, 70),
     st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)]),
@@ -94,7 +94,7 @@ def test_wide_heads(R, M):
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.lists(st.sampled_from([0, 1, 2, 7, 8, 9, 40]), max_size=5), widths)
 def test_packed_sequences_are_as_exact_as_the_definition(lengths, M):
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)

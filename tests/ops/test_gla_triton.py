@@ -46,7 +46,7 @@ def test_equals_the_definition(run, forgetting, dtype):
     equals_the_definition(run, draw(66, B=1, P=2, forgetting=forgetting, dtype=dtype))
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(
     T=st.integers(0, 100),
     heads=st.sampled_from([(1, 1), (1, 3), (2, 1)]),
@@ -68,7 +68,7 @@ def test_wide_heads_are_worked_through_in_blocks(run, R, M):
     equals_the_definition(run, draw(20, B=1, R=R, M=M))
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(st.lists(st.sampled_from([0, 1, 5, 64, 65]), max_size=3))
 def test_packed_sequences_equal_the_definition(run, lengths):
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)

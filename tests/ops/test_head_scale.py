@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import normalize, rms_norm, silu
 
@@ -41,7 +41,6 @@ def test_it_is_the_norms_of_torch():
 sizes = st.tuples(st.integers(1, 2), st.integers(0, 140), st.integers(1, 4), st.integers(1, 40))
 
 
-@settings(deadline=None)
 @given(sizes, st.booleans(), st.booleans(), st.sampled_from([None, "silu", "sigmoid"]), st.booleans())
 def test_the_kernel_and_its_gradients_equal_the_definition(
     sizes, activation, weighted, gate_function, gate_first

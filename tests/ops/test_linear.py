@@ -34,7 +34,7 @@ def assert_agree(form, other, case: Case, tolerance: float = 1e-12) -> None:
 switches = st.booleans()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     T=st.integers(0, 140),
     S=st.integers(0, 140),
@@ -50,7 +50,7 @@ def test_equals_the_definition(T, S, B, heads, widths, flags, seed):
     assert_agree(linear_attention, linear_attention_reference, case)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     lengths=st.lists(st.integers(0, 90), max_size=6).map(tuple),
     flags=st.tuples(switches, switches, switches, switches, switches),

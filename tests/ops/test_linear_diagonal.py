@@ -59,7 +59,7 @@ def test_the_recurrence_is_the_sum_written_out():
         torch.testing.assert_close(form(q, k, v, log_decay), written_out(q, k, v, log_decay))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     T=st.integers(0, 140),
     S=st.integers(0, 140),
@@ -91,7 +91,7 @@ def test_gates_at_padding_may_have_any_value():
         assert all(map(torch.equal, other, found[0]))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(lengths=st.lists(st.integers(0, 90), max_size=6))
 def test_packed_sequences_equal_separate_ones(lengths):
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()

@@ -41,7 +41,7 @@ widths = st.sampled_from([1, 3, 8, 16, 17, 33, 64, 80])
 maps = st.sampled_from([None, *ELEMENTWISE])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     T=st.integers(0, 70),
     S=st.integers(0, 70),
@@ -59,7 +59,7 @@ def test_is_as_exact_as_the_plain_form(T, S, heads, R, M, flags, dtype, seed, ph
     assert_error_at_most_twice_that_of([plain, linear_attention_reference], form, case)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     lengths=st.lists(st.sampled_from([0, 1, 2, 15, 16, 17, 40]), min_size=0, max_size=5),
     flags=st.tuples(flags, flags, flags, flags),

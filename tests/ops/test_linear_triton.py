@@ -89,7 +89,7 @@ def check(run, case: cases.Case) -> None:
 switches = st.booleans()
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=16)
 @given(
     T=st.integers(0, 140),
     S=st.integers(0, 140),
@@ -104,7 +104,7 @@ def test_equals_the_definition(run, T, S, B, heads, widths, flags):
     check(run, Case(T=T, S=S, B=B, **sizes, **dict(zip(names, flags, strict=True))))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     lengths=st.lists(st.sampled_from([0, 1, 5, 63, 64, 65, 90]), max_size=4).map(tuple),
     flags=st.tuples(switches, switches, switches, switches),

@@ -12,7 +12,7 @@ def part(scores, values):
     return scores.softmax(1) @ values, scores.logsumexp(1)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(sizes=st.lists(st.integers(0, 4), min_size=1, max_size=4), spread=st.sampled_from([1.0, 300.0]))
 def test_parts_merge_to_the_whole(sizes, spread):
     generator = torch.Generator().manual_seed(sum(sizes))

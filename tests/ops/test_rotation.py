@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from unrolled.ops.positions import rotary
@@ -34,7 +34,6 @@ sizes = st.tuples(
 ).filter(lambda x: 2 * x[4] <= x[3])
 
 
-@settings(deadline=None)
 @given(sizes, st.booleans())
 def test_pairs_are_multiplied_as_complex_numbers(sizes, shared):
     x, angles = inputs(*sizes, shared)

@@ -43,7 +43,7 @@ def leaves(B, T, S, H, G, seed=0):
     return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     T=st.integers(0, 6),
     S=st.integers(0, 6),

@@ -33,7 +33,7 @@ def assert_agree(form, other, case: Case, tolerance: float = 1e-12) -> None:
 sides = st.one_of(st.sampled_from([-1, 0, 1, 63, 64, 300]), st.integers(0, 90))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     T=st.integers(0, 150),
     S=st.integers(0, 150),
@@ -49,7 +49,7 @@ def test_equals_the_definition(T, S, window, B, heads, widths, padding, seed):
     assert_agree(window_attention, window_attention_reference, case)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.one_of(st.integers(0, 2), st.integers(0, 90)), max_size=6).map(tuple),
     window=st.tuples(sides, sides),

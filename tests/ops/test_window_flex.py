@@ -21,7 +21,7 @@ def window_mask(left, right, T, S):
     return window_flex._block_mask(left, right, T, S, CPU).mask_mod
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(T=st.integers(1, 600), S=st.integers(1, 600), left=sides, right=sides)
 def test_blocks_are_those_that_torch_finds_from_the_mask(T, S, left, right):
     found = window_flex._block_mask(left, right, T, S, CPU)
@@ -38,7 +38,7 @@ def test_blocks_are_those_that_torch_finds_from_the_mask(T, S, left, right):
     assert found.seq_lengths == expected.seq_lengths
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(T=st.integers(1, 40), S=st.integers(1, 40), left=st.integers(-1, 45), right=st.integers(-1, 45))
 def test_the_mask_is_the_window(T, S, left, right):
     found = create_mask(window_mask(left, right, T, S), None, None, T, S, device="cpu")[0, 0]

@@ -26,7 +26,7 @@ widths = st.sampled_from([1, 3, 8, 16, 17, 33, 64, 80])
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     T=st.integers(0, 150),
     S=st.integers(0, 150),
@@ -43,7 +43,7 @@ def test_is_as_exact_as_the_plain_form(T, S, window, heads, D, M, padding, dtype
     assert_error_at_most_twice_that_of(others, form, case)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     lengths=st.lists(st.sampled_from([0, 1, 2, 63, 64, 65, 100]), max_size=5).map(tuple),
     window=st.tuples(sides, sides),

@@ -34,7 +34,7 @@ def as_written(layer: LSTMN, x: torch.Tensor, tape_length: int | None = None) ->
     return torch.stack(outputs)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(length=st.integers(1, 8), hidden=st.integers(1, 5), score=st.integers(1, 4), bound=st.integers(0, 4))
 def test_it_is_its_equations(length, hidden, score, bound):
     layer = LSTMN(3, hidden, score_size=score, tape_length=bound or None).double()

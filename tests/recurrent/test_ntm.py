@@ -86,7 +86,7 @@ def test_a_head_that_only_looks_is_softmax_attention_with_cosine_scores():
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)  # the 1e-8 in squared norms of about 4
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(n=st.integers(1, 9), reach=st.integers(0, 4), by=st.integers(-4, 4))
 def test_a_shift_rotates_by_what_it_says(n, reach, by):
     if reach >= n or abs(by) > reach:

@@ -117,7 +117,7 @@ def copied(mine: Stacked, theirs: nn.RNNBase) -> list[tuple[Tensor, str, int]]:
     return found
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     cell=st.sampled_from(sorted(TORCH)),
     both=st.booleans(),

@@ -211,7 +211,7 @@ def test_streams_have_one_chunk_for_each_block() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_a_stream_tells_what_the_whole_answer_tells(data: st.DataObject) -> None:
     script = data.draw(st.lists(st.sampled_from([*b"ab", *"é€".encode()]), min_size=1, max_size=12))

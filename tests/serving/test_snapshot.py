@@ -53,7 +53,6 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
     return Snapshot(MODEL, draw(numbers) + 1, draw(numbers), tensors, tuple(held))
 
 
-@settings(deadline=None)
 @given(snapshots(), st.randoms())
 def test_a_file_holds_all_and_is_always_the_same(snapshot: Snapshot, shuffle: random.Random) -> None:
     content = snapshot.to_bytes()
@@ -248,7 +247,7 @@ def test_truth_values_are_0_or_1(size: int) -> None:
         Snapshot.of_bytes(content)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.data())
 def test_a_changed_file_is_refused_or_the_same(data: st.DataObject) -> None:
     content = bytearray(small().to_bytes())

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from unrolled.serving import states as module
@@ -121,7 +121,6 @@ def test_states_without_tensors_do_not_pile_up(store: Counted) -> None:
     assert states.nbytes == 10 * OVERHEAD
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 4 * SIZE),
     st.lists(st.tuples(st.sampled_from(["keep", "get", "delete"]), st.integers(0, 5), st.integers(0, 2000))),

@@ -86,7 +86,7 @@ def test_so_is_that_of_cells(cell):
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(length=st.integers(1, 40), segment=st.integers(1, 45), padded=st.booleans(), data=st.data())
 def test_rows_of_any_length_in_segments_of_any_length(length, segment, padded, data):
     batch = rows(length)
@@ -102,7 +102,7 @@ def test_rows_of_any_length_in_segments_of_any_length(length, segment, padded, d
     check_equal(decoder(**HYBRID), batch, segment)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.integers(1, 15), min_size=2, max_size=8), st.integers(1, 20))
 def test_packed_sequences_do_not_mix(lengths, segment):
     ids = torch.randint(LEVELS, (1, sum(lengths) + 1), generator=torch.Generator().manual_seed(1))

@@ -540,7 +540,11 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
 
     def _check_has_weights(self) -> None:
         if not self.supports.weights:
-            raise UnsupportedError(f"{self.name} attention does not compute weights; use softmax or linear")
+            options = " with these options" if type(self).supports.weights else ""
+            raise UnsupportedError(
+                f"{self.name} attention does not compute weights{options}; use softmax, or linear with its "
+                "default options"
+            )
 
     def _check_input(self, name: str, x: Tensor, axes: tuple[str, ...] = ("B", "T")) -> None:
         check_input(name, x, [*axes, self.d_model], self.qkv_proj.weight)

@@ -340,7 +340,7 @@ def _value(text: str, source: str) -> Any:
 def _parse(text: str, source: str) -> Any:
     try:
         return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or number that does not exist
         raise ValueError(f"{source} is not valid YAML: {error}") from error
 
 

@@ -177,6 +177,6 @@ def _check_same_tokenizer(one: Corpus, other: Corpus) -> None:
 
     if meaning(one.index) != meaning(other.index):
         raise ValueError(
-            f"{one.folder} and {other.folder} have different tokenizers: tokenize one of them with the "
-            "tokenizer.json of the other"
+            f"{one.folder} and {other.folder} have different tokenizers or ends of documents: tokenize one "
+            "of them with the tokenizer.json and the --end of the other"
         )

@@ -134,7 +134,10 @@ def _check(node: ast.expr, text: str, contenders: Collection[str], evaluations: 
             pass
         case ast.Subscript(value=ast.Name(id=name)) if name in MEASURES and len(_names(node)) <= 2:
             contender, evaluation = _place(node)
-            known = {"contender": (contender, contenders), "evaluation": (evaluation, [*evaluations, None])}
+            known: dict[str, tuple[object, list[str | None]]] = {
+                "contender": (contender, [*contenders]),
+                "evaluation": (evaluation, [*evaluations, None]),
+            }
             for what, (found, names) in known.items():
                 if found not in names:
                     listed = ", ".join(str(x) for x in names if x is not None) or "none"
@@ -162,7 +165,7 @@ def _names(node: ast.Subscript) -> tuple[Any, ...]:
     """Return what is in the brackets."""
     try:
         place = ast.literal_eval(node.slice)
-    except ValueError:
+    except (ValueError, TypeError):
         place = ast.unparse(node.slice)
     return place if isinstance(place, tuple) else (place,)
 

@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from unrolled.experiments.definition import SEED, SPECTRUM, Experiment, not_in_names
+from unrolled.experiments.definition import SEED, SMOKE, SPECTRUM, Experiment, not_in_names
 from unrolled.ops.options import at_least
 
 _KINDS = {
@@ -60,7 +60,7 @@ def made_of(values: Mapping[str, Any], source: Path) -> Experiment:
 def _check_keys(values: Mapping[str, Any], source: Path) -> None:
     """Check which keys there are, and the kinds of their values."""
     known = {x.name for x in fields(Experiment)} - {"name"}
-    if unknown := sorted(values.keys() - known):
+    if unknown := sorted(values.keys() - known, key=str):
         raise ValueError(
             f"{source} has the key {unknown[0]!r}, but must have some of {', '.join(sorted(known))}"
         )
@@ -85,12 +85,16 @@ def _check_names(values: Mapping[str, Any], source: Path) -> None:
             raise ValueError(
                 f"the name {name!r} in contenders of {source} has a comma, which separates names in --only"
             )
-        if not_in_names(name) or name.startswith("."):
-            raise ValueError(
-                f"the name {name!r} in contenders of {source} is that of a folder, but begins with a dot or "
-                "has a slash"
-            )
-    if unknown := sorted(values.get("published", {}).keys() - values["contenders"].keys()):
+    for part in ("contenders", "scales"):
+        for name in values.get(part, {}):
+            if not name or not_in_names(name) or name.startswith("."):
+                why = "begins with a dot or has a slash" if name else "is empty"
+                raise ValueError(f"the name {name!r} in {part} of {source} is that of a folder, but {why}")
+    if SMOKE in values.get("scales", {}):
+        raise ValueError(
+            f"scales of {source} has {SMOKE!r}, but must not: that scale is two steps of every run"
+        )
+    if unknown := sorted(values.get("published", {}).keys() - values["contenders"].keys(), key=str):
         raise ValueError(f"published of {source} names {unknown[0]!r}, which is no contender")
     for section, settings in values["base"].items():
         if not isinstance(settings, dict):

@@ -318,3 +318,21 @@ def test_fine_tuning_with_updates_keeps_the_embedding(teacher):
     trained = {name for name, x in model.named_parameters() if x.requires_grad}
     assert not any("embed" in name or "mlp" in name or "base_layer" in name for name in trained)
     assert any("lora_A" in name for name in trained)
+
+
+def test_the_command_passes_on_the_feature_map_and_the_learning_rates(monkeypatch, tmp_path):
+    made = []
+    monkeypatch.setattr(
+        "unrolled.interop.hf.recipe.run",
+        lambda model, out, data, recipe, **options: made.append(recipe) or {"before": 1.0},
+    )
+    command = ["linearize", "model", tmp_path / "out", "--data", tmp_path / "x.txt", "--transfer-lr", 0.5]
+    for words, feature_map in (
+        ([], "hedgehog"),
+        (["--feature-map", "t2r"], "t2r"),
+        (["--option", "feature_map=elu"], "elu"),
+    ):
+        works(*command, *words)
+        assert made[-1].options == {"feature_map": feature_map}
+    stage = made[-1].transfer
+    assert (stage.lr, stage.min_lr, made[-1].finetune.lr) == (0.5, 0.05, 3e-4)

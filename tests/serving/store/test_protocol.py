@@ -117,7 +117,7 @@ OPERATIONS = st.lists(
 
 
 @MOVING
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=OPERATIONS)
 def test_a_store_is_two_dictionaries(store: Store, key: Key, operations: list[tuple]) -> None:
     example = uuid.uuid4()  # the store is that of the examples before

@@ -43,7 +43,8 @@ class Splitting:
             characters, last = characters + len(piece.text), piece.place[:2]
         if last is None:
             raise ValueError("the files have no text, but must have a document to train on")
-        return cls(fraction, last, int(characters * (1 - fraction)) if count == 1 else None)
+        cut = min(int(characters * (1 - fraction)), characters - 1)  # at least one is held out
+        return cls(fraction, last, cut if count == 1 else None)
 
     def split(self, pieces: Iterator[Piece]) -> Iterator[tuple[Split, Piece]]:
         """Yield each piece with its split; a piece that reaches from one split into the other is cut.
