@@ -53,14 +53,16 @@ def test_rows_have_their_own_options_and_begin_when_they_like(name):
     assert batch.length[-1] == 0
 
 
-def test_a_row_gets_no_room_for_tokens_that_it_may_not_draw():
+@pytest.mark.parametrize("first", [15, 200])
+def test_a_row_gets_no_room_for_tokens_that_it_may_not_draw(first):
     p = plan(decoder(**MODELS["softmax"]))
     batch, state = Batch(p, torch.zeros(1, V)), p.with_room(p.init_state(1), 20)
     batch.start(0, state, Drawing(Request.of(p.config, [[1]], 9).sampling, 0, 20, []))
-    for _ in range(2):
-        batch.draw(200)
-        assert len(batch.tokens(0)) == 20
+    for most in (first, 200):
+        batch.draw(most)
+        assert len(batch.tokens(0)) == min(first, 20) or most == 200
         assert batch.states[0].cache.shape == state.cache.shape
+    assert len(batch.tokens(0)) == 20
 
 
 def test_a_row_that_was_ended_begins_again():

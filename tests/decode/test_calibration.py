@@ -103,3 +103,20 @@ def test_a_plan_by_a_sample_is_closer_to_its_model():
         plan(model, "int4", sample=torch.full((1, 2), 99))
     with pytest.raises(ValueError, match=r"sample has shape \[1, 0\], but must have at least one token"):
         plan(model, "int4", sample=torch.empty(1, 0, dtype=torch.long))
+
+
+def test_moments_are_those_without_dropout():
+    model, tokens = decoder(dropout=0.5), torch.randint(V, (2, 9))
+    expected = second_moments(model, tokens)
+    found = second_moments(model.train(), tokens)
+    assert all(torch.equal(found[name], H) for name, H in expected.items())
+
+
+@torch.no_grad()
+def test_inputs_that_are_not_finite_are_named():
+    model = decoder()
+    model.embedding.weight[3] = torch.nan
+    with pytest.raises(
+        ValueError, match=r"the inputs of stack\.blocks\.0\..* on the sample are not all finite"
+    ):
+        plan(model, "int4", sample=torch.full((2, 9), 3))

@@ -197,3 +197,8 @@ def test_a_big_batch_is_a_batch():
     prompts = [[i % V] * (1 + i % 3) for i in range(70)]  # more than the kernel reads at a time
     expected, found, _ = both(model, 20, prompts, repetition_penalty=1.2)
     assert all(map(torch.equal, expected, found))
+
+
+def test_top_k_may_be_any_number():
+    p = plan(decoder())
+    assert torch.equal(*(p.generate([[1]], 9, seed=0, top_k=k)[0] for k in (None, 10**20)))

@@ -198,3 +198,10 @@ def test_memory_is_what_the_form_says():
     assert found["bf16"] == 16
     assert 8 < found["int8"] < 8.3
     assert found["int4"] == 4.5
+
+
+def test_sums_are_those_of_the_whole_numbers_of_each_output():
+    packed = pack(torch.randn(70, 50), None, "int8")
+    whole = unpack(packed) / packed.scales[:70, None]
+    assert torch.equal(packed.sums[:70], whole.round().sum(1).int())
+    assert not packed.sums[70:].any()

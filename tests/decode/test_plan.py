@@ -16,11 +16,13 @@ from torch import nn
 from unrolled.contract import UnsupportedError
 from unrolled.decode import plan
 from unrolled.decode.packing import PACKINGS, TILE, rounded
+from unrolled.decode.plan import unasked
 from unrolled.decode.program import MOST_POSITIONS
 from unrolled.generation import generate
 from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
 from unrolled.models.blocks import FeedForward
 from unrolled.ops import native
+from unrolled.ops.dispatch import prefer
 from unrolled.ops.state import leaves
 
 if not native.available():
@@ -291,7 +293,43 @@ def replace_a_feature_map(model):
     model.stack.blocks[1].attention.feature_map.phi = lambda x: x.square() + 0.1
 
 
+def subclassed(path):
+    def change(model):
+        module = model.get_submodule(path)
+        module.__class__ = type("Own", (type(module),), {})
+
+    return change
+
+
+def replace_the_map_of_keys(model):
+    model.stack.blocks[1].attention.feature_map.keys.phi = lambda x: x.square() + 0.1
+
+
 UNSUPPORTED = {
+    "dropout": ({}, subclassed("dropout"), "a Own"),
+    "dropout of a block": ({}, subclassed("stack.blocks.0.dropout"), "a Own"),
+    "positions": ({}, subclassed("positions"), "a Own"),
+    "norm of heads": (of("retention"), subclassed("stack.blocks.0.attention.head_norm"), "a Own"),
+    "norm of queries": (
+        of("softmax", qk_norm="head"),
+        subclassed("stack.blocks.0.attention.q_norm"),
+        "a Own",
+    ),
+    "both directions": (
+        {},
+        lambda m: setattr(m.stack.blocks[0].attention, "causal", False),
+        "linear attention",
+    ),
+    "map of keys": (
+        linear(feature_map="t2r") | {"n_kv_heads": 2},
+        replace_the_map_of_keys,
+        "the feature map QueryKeyMap",
+    ),
+    "many points": (
+        {"positions": "axial", "axial_shape": [257, 256]},
+        None,
+        "with 65792 points, more than 65536",
+    ),
     "mechanism": (of("aft"), None, "aft attention"),
     "dilated window": (of("window", window=3, dilation=2), None, r"dilation \(2, 2, 2, 2\)"),
     "reversible": ({"reversible": True}, None, "ReversibleStack"),
@@ -369,7 +407,15 @@ def test_wrong_input_is_one_sentence():
     model = decoder(**MODELS["learned positions"])
     with pytest.raises(ValueError, match="weights is 'int2', but must be one of fp32, bf16, int8, int4"):
         plan(model, "int2")
+    with pytest.raises(ValueError, match=r"weights is \['int8'\], but must be one of"):
+        plan(model, ["int8"])
     p = plan(model)
+    with pytest.raises(ValueError, match="batch_size is -1, but must be at least 0"):
+        p.init_state(-1)
+    with pytest.raises(ValueError, match=r"key_padding_mask has dtype torch\.int64, but must be torch\.bool"):
+        p.prefill(tokens(), p.init_state(3), key_padding_mask=torch.zeros_like(tokens()))
+    with pytest.raises(ValueError, match=r"key_padding_mask has shape \[1, 14\], but must be \[3, 14\]"):
+        p.prefill(tokens(), p.init_state(3), key_padding_mask=tokens()[:1] < 3)
     with pytest.raises(ValueError, match=f"token holds ids from {V} to {V}"):
         p.step(torch.tensor([V]), p.init_state(1))
     with pytest.raises(ValueError, match="logits_to_keep is 0, but must be at least 1"):
@@ -477,3 +523,114 @@ def test_very_wide_matrices_have_16_bits():
     config = DecoderConfig(vocab_size=5, d_model=8, n_layers=1, n_heads=2, d_ff=65_568)
     weights = {x.weights for x in plan(Decoder(config), "int8")._program.packed.values() if x.inputs > 65_536}
     assert weights == {"bf16"}
+
+
+def check_equal(model, ids=None):
+    ids, p = tokens() if ids is None else ids, plan(model)
+    with torch.no_grad():
+        expected = model(ids)
+    torch.testing.assert_close(p.prefill(ids, p.init_state(len(ids)))[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_norm_may_have_no_epsilon_of_its_own():
+    model = decoder(norm_type="rmsnorm", positions="none")
+    model.embedding.weight.mul_(1e-4)  # so that the epsilon of torch counts
+    for norm in (m for m in model.modules() if isinstance(m, nn.RMSNorm)):
+        norm.eps = None
+    check_equal(model)
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0])
+def test_embeddings_may_have_a_limit_in_any_norm(order):
+    model = decoder()
+    model.embedding.max_norm, model.embedding.norm_type = 0.5, order
+    check_equal(model)
+
+
+def test_tied_embeddings_may_hold_a_start_symbol():
+    model = decoder(tie_embeddings=True, start_token=True)
+    check_equal(model, torch.cat([torch.full((3, 1), V), tokens()], 1))
+
+
+def test_heads_of_two_numbers_have_closed_angles():
+    check_equal(decoder(**of("retention", rotary=True, angles="closed"), d_model=8))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("polynomial", {"offset": 3.0}), ("dpfp", {"nu": 3}), ("cosformer", {"max_length": LENGTH - 1})],
+)
+def test_feature_maps_have_options_of_their_own(name, options):
+    chosen = linear(feature_map=name, feature_map_options=options)
+    check_equal(decoder(**chosen, positions="none"))
+
+
+@torch.no_grad()
+def test_random_features_of_zeros_are_those_of_the_model():
+    model = decoder(**MODELS["rfa"])
+    for block in model.stack.blocks:
+        block.attention.qkv_proj.weight[:64].zero_()  # queries and keys
+        block.attention.qkv_proj.bias[:64].zero_()
+    check_equal(model)
+
+
+@torch.no_grad()
+def test_a_small_sum_of_random_features_is_raised_as_in_the_model():
+    model = decoder(**of("rfa", n_features=1), d_model=8, n_layers=1, d_ff=0)
+    layer = model.stack.blocks[0].attention
+    layer.qkv_proj.weight.zero_()
+    layer.qkv_proj.bias.copy_(torch.tensor([1.0, 0.0] * 4 + [0.0, 1.0] * 4 + [1.0] * 8))
+    layer.feature_map.scale.fill_(1)
+    layer.feature_map.projection.weight.copy_(torch.tensor([torch.pi / 2, 0.0]))
+    ids, p = tokens(rows=1, length=1), plan(model)
+    found, _ = p.prefill(ids, p.init_state(1))
+    # The sum is 0 but for the rounding of pi / 2 and of a cosine, so it is raised to 1e-6. Undivided by less,
+    # the values would change a logit by 0.3.
+    torch.testing.assert_close(found, model(ids), rtol=0, atol=0.1)
+
+
+def test_a_matrix_that_fills_a_tile_has_4_bits():
+    packed = plan(decoder(d_ff=TILE), "int4")._program.packed
+    assert packed["stack.blocks.0.ff.up"].weights == "int4"
+    assert packed["stack.blocks.0.ff.down"].weights == "int8"
+
+
+@pytest.mark.parametrize("weights", ["fp32", "int8"])
+def test_every_weight_counts_once(weights):
+    p = plan(decoder(positions="none"), weights)
+    assert p.nbytes == sum(x.nbytes for x in p.tensors().values())
+
+
+def test_a_full_cache_is_doubled():
+    p = plan(decoder(**MODELS["softmax"]))
+    state = p.with_room(p.init_state(1), 64)._replace(position=torch.tensor([64]))
+    assert state.cache.shape[1] == 64
+    assert p.with_room(state, 1).cache.shape[1] == 128
+
+
+def test_the_documents_of_a_plan_are_its_own():
+    model = decoder()
+    p = plan(model)
+    p.documents["vocabulary.json"] = {}
+    assert not model.documents
+
+
+def test_a_plan_is_made_unasked_only_where_its_kernels_are_preferred():
+    assert unasked()
+    with prefer("native"):
+        assert unasked()
+    with prefer("reference"):
+        assert not unasked()
+
+
+def test_the_kernel_is_told_the_threads_of_torch():
+    p, before = plan(decoder()), torch.get_num_threads()
+    sequences, found = p.sequences([p.init_state(1)]), []
+    try:
+        for threads in (1, 2, 1):
+            torch.set_num_threads(threads)
+            found.append(p.described(sequences))
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] == found[2] != found[1]

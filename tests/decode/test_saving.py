@@ -11,10 +11,11 @@ import torch
 from planned import MODELS, decoder, tokens
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from unrolled.contract import UnsupportedError
 from unrolled.data import Vocabulary
-from unrolled.decode import load, load_model, plan
+from unrolled.decode import load, load_model, plan, saving
 from unrolled.decode.packing import PACKINGS
 from unrolled.files import add_digest, read_header
 from unrolled.models import Decoder
@@ -118,6 +119,8 @@ def rewritten(folder, change, digest=True):
 
 UP = "stack.blocks.0.ff.up"
 CHANGES = {
+    "another layout": (lambda _, m: m.update(layout="tiles of 32 outputs"),
+                       "holds tiles of 32 outputs, version 2, but must hold tiles of 64"),
     "no matrix": (lambda x, _: [x.pop(f"{UP}.{part}") for part in ("tiles", "scales", "sums", "bias")],
                   f"'{UP}.bias'"),
     "tiles of another size": (lambda x, _: x.update({f"{UP}.tiles": x[f"{UP}.tiles"][:-64]}),
@@ -223,3 +226,26 @@ def test_a_plan_and_a_model_do_not_share_a_folder(tmp_path):
         first.save(tmp_path / file)
         with pytest.raises(ValueError, match=f"holds {file}.safetensors, which may be of another model"):
             second.save(tmp_path / file)
+
+
+def test_two_layers_may_share_a_norm(tmp_path):
+    model, ids = decoder(), tokens()
+    model.stack.blocks[1].ff_norm = model.stack.blocks[0].ff_norm
+    made = plan(model)
+    made.save(tmp_path)
+    assert torch.equal(*(p.prefill(ids, p.init_state(3))[0] for p in (made, load(tmp_path))))
+
+
+def test_packed_matrices_are_not_in_the_model_too(tmp_path):
+    saved(tmp_path)
+    found = saving.read(tmp_path)
+    layers = {name for name, layer in found.model.named_modules() if isinstance(layer, nn.Linear)}
+    assert layers == found.packed.keys()
+    assert all(x.is_meta for name in layers for x in found.model.get_submodule(name).parameters())
+
+
+@torch.no_grad()
+def test_a_matrix_with_many_inputs_has_16_bits_in_the_model_too(tmp_path):
+    made, ids = saved(tmp_path, n_layers=1, d_ff=65_568), tokens()
+    found, _ = made.prefill(ids, made.init_state(3))
+    torch.testing.assert_close(found, load_model(tmp_path)(ids), rtol=0, atol=0.1)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from planned import MODELS, decoder, tokens
+from planned import MODELS, decoder, of, tokens
 
 from unrolled.decode import plan
 from unrolled.ops import native
-from unrolled.ops.state import leaves
+from unrolled.ops.state import leaves, map_tensors
 
 if not native.available():
     pytest.skip(str(native.missing()), allow_module_level=True)
@@ -92,3 +92,17 @@ def test_a_state_before_the_first_token():
     for rows in (0, 2):
         assert p.from_model(model.init_state(rows)).position.tolist() == [0] * rows
         p.to_model(p.init_state(rows))
+
+
+def test_a_state_with_fewer_rows_in_a_layer_is_refused():
+    model = decoder()
+    p, state = plan(model), model.init_state(3)
+    one = map_tensors(lambda x: x[:1], state)
+    with pytest.raises(ValueError, match="state is not a state of this plan's model"):
+        p.from_model(state._replace(layers=one.layers))
+
+
+def test_a_state_of_another_window_is_refused():
+    wide, narrow = (decoder(**of("window", window=window)) for window in (5, 1))
+    with pytest.raises(ValueError, match="state is not a state of this plan's model"):
+        plan(narrow).from_model(wide.init_state(1))

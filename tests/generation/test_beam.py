@@ -8,6 +8,7 @@ import torch
 from beams import Ids, allowed, described, log_probs_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import small_model
 from torch import Tensor
 
 from unrolled.generation import beam_search, generate, n_best, translate
@@ -268,6 +269,12 @@ def test_a_translation_is_at_most_fifty_tokens_longer_than_its_source():
         ({"batch_size": 2.5}, "batch_size is 2.5, but must be an integer of at least 1"),
         ({"batch_size": 0}, "batch_size is 0, but must be an integer of at least 1"),
         ({"sources": [[1], []]}, r"sources\[1\] is empty, but must have at least one token"),
+        ({"beam_size": 10_001}, "beam_size is 10001, but must be at most 10000"),
+        ({"length_penalty": 51}, "length_penalty is 51, but must be a number from 0 to 50"),
+        ({"length_penalty": 10**400}, "length_penalty is 10*, but must be a number from 0 to 50"),
+        ({"sources": [[True]]}, r"sources\[0\] is torch.bool of shape \[1\], but must be whole numbers"),
+        ({"sources": [[1j]]}, r"sources\[0\] is torch.complex64 of shape \[1\], but must be whole numbers"),
+        ({"sources": [5]}, r"sources\[0\] is 5, but must be whole numbers"),
         ({"sources": [[0.5]]}, r"sources\[0\] is torch.float32 of shape \[1\], but must be whole numbers"),
     ],
 )
@@ -328,3 +335,61 @@ def test_what_is_found_can_be_trained_on():
     tokens = hypotheses[0].tokens.unsqueeze(0)
     model.loss(tokens, tokens).backward()
     tokens.add_(0)
+
+
+class Same:
+    """A stand-in whose logits never change."""
+
+    config = SimpleNamespace(vocab_size=9, start_token=True)
+
+    def init_state(self, source, *, key_padding_mask=None):
+        return ()
+
+    def step(self, token, state):
+        return torch.arange(9.0).expand(len(token), 9), state
+
+
+def test_logits_that_are_no_tensor_are_refused():
+    with pytest.raises(ValueError, match="logits is a list, but must be a tensor"):
+        beam_search(Same(), [[0.0] * 9], (), max_new_tokens=2)
+
+
+def test_logits_of_half_precision_are_added_up_in_double():
+    logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found, expected = (beam_search(Same(), x, (), max_new_tokens=1)[0] for x in (logits, logits.double()))
+    assert [h.log_prob for h in found] == [h.log_prob for h in expected]
+
+
+def test_sources_may_have_any_type_of_integers():
+    model = small_model("encoder_decoder")
+    expected, found = (translate(model, [torch.tensor([1, 2], dtype=t)]) for t in (torch.long, torch.int32))
+    assert torch.equal(found[0], expected[0])
+
+
+def test_the_defaults_of_a_search_are_those_of_the_documents():
+    logits = torch.tensor([[0.0, 0.1, 0.2, 0.3, 5.0, -5.0, -5.1, -5.2, -5.3]])
+
+    class Likely(Same):
+        def step(self, token, state):
+            return logits.expand(len(token), 9), state
+
+    def searched(**options):
+        (found,) = beam_search(Likely(), logits, (), max_new_tokens=9, stop=[0, 1, 2, 3], **options)
+        return [(h.tokens.tolist(), h.score) for h in found]
+
+    found = searched()
+    assert found == searched(beam_size=4, length_penalty=0.6, early_stopping=False)
+    for other in ({"beam_size": 5}, {"length_penalty": 1.0}, {"early_stopping": True}):
+        assert searched(**other) != found
+
+
+def test_sources_of_similar_length_are_read_together():
+    shapes = []
+
+    class Noting(Same):
+        def init_state(self, source, *, key_padding_mask=None):
+            shapes.append(tuple(source.shape))
+            return ()
+
+    translate(Noting(), [[1], [1] * 9, [2], [2] * 9], batch_size=2, max_new_tokens=1)
+    assert shapes == [(2, 1), (2, 9)]

@@ -109,3 +109,10 @@ def test_code_of_the_user_is_never_recorded(monkeypatch):
     assert not any(recordable(x, CUDA) for x in (hooked, replaced, extended))
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
     assert not recordable(decoder(), CUDA)
+
+
+def test_a_graph_keeps_rows_that_have_ended_until_they_are_half() -> None:
+    step = Step(lambda *_: None, record=True)  # type: ignore[arg-type,return-value]
+    assert [step.drops_rows(ended, 4) for ended in (0, 1)] == [False, True]
+    step._graph = object()  # type: ignore[assignment]
+    assert [step.drops_rows(ended, 4) for ended in range(4)] == [False, False, True, True]

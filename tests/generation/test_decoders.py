@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from planned import decoder
 
 from unrolled.generation import generate
 from unrolled.models import Decoder, DecoderConfig
@@ -94,3 +95,10 @@ def test_learned_positions_are_used_up_to_the_last() -> None:
     assert len(generate(model, [[]], 9, seed=0)[0]) == 9
     with pytest.raises(ValueError, match="max_length = 9"):
         generate(model, [[]], 10, seed=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_prompts_may_have_any_type_of_integers(dtype) -> None:
+    expected = generate(decoder(), [[1, 2]], 3, seed=0)
+    found = generate(decoder(), [torch.tensor([1, 2], dtype=dtype)], 3, seed=0)
+    assert torch.equal(found[0], expected[0])

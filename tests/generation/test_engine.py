@@ -5,13 +5,18 @@ from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned import decoder, of
 from torch import Tensor, nn
 
-from unrolled.generation import generate
+from unrolled.contract import UnsupportedError
+from unrolled.decode import request
+from unrolled.decode.request import Request, Sampling, random_keys
+from unrolled.generation import engine, generate
 from unrolled.models.mode import evaluation_mode
 
 V = 13
@@ -262,6 +267,20 @@ def test_nothing_to_do() -> None:
         ({"num_samples": 10**20}, "but must be an integer of 64 bits"),
         ({"num_samples": True}, "num_samples is True, but must be an integer"),
         ({"temperature": "x"}, "temperature is 'x', but must be a finite number of at least 0"),
+        ({"temperature": 10**400}, "temperature is 10*, but must be a finite number of at least 0"),
+        (
+            {"prompt_ids": [[True]]},
+            r"prompt_ids\[0\] is torch.bool of shape \[1\], but must be whole numbers",
+        ),
+        ({"prompt_ids": [torch.tensor(5)]}, r"prompt_ids\[0\] is tensor\(5\), but must be whole numbers"),
+        ({"prompt_ids": [[1j]]}, r"prompt_ids\[0\] is torch.complex64 of shape \[1\], but must be whole"),
+        (
+            {"prompt_ids": [[1]] * 100_001},
+            "prompt_ids is 100001 prompts, but must be at most 100000 in one call",
+        ),
+        ({"top_k": True}, "top_k is True, but must be an integer of at least 1"),
+        ({"stop": True}, "stop is True, but must be a token id"),
+        ({"stop": [True]}, r"stop is \[True\], but must be a token id"),
         ({"top_k": 1.5}, "top_k is 1.5, but must be an integer of at least 1"),
         ({"top_p": True}, r"top_p is True, but must be in \(0, 1\]"),
         ({"repetition_penalty": "x"}, "repetition_penalty is 'x', but must be a finite number above 0"),
@@ -294,3 +313,42 @@ def test_a_repetition_penalty_does_not_count_padding():
     (alone,) = as_lists(generate(model, [[5]], V - 1, **options))
     assert 0 in alone[:-1]  # the id at padding
     assert as_lists(generate(model, [[5], [1, 2, 3]], V - 1, **options))[0] == alone
+
+
+def test_a_model_that_cannot_run_is_named() -> None:
+    with pytest.raises(ValueError, match="model is a NoneType, but must have"):
+        generate(None, [[1]], 3)  # type: ignore[arg-type]
+
+
+def test_keys_are_those_of_seed_sequence() -> None:
+    expected = [
+        int(np.random.SeedSequence(7, spawn_key=(prompt, sample)).generate_state(1, np.uint64)[0])
+        for prompt in range(2)
+        for sample in range(3)
+    ]
+    assert [key % 2**64 for key in random_keys(7, 2, 3).tolist()] == expected
+    assert expected[1] == 15529291740490724314
+
+
+def test_a_request_has_at_most_so_many_rows(monkeypatch) -> None:
+    monkeypatch.setattr(request, "MOST_ROWS", 4)
+    config = SimpleNamespace(vocab_size=5, start_token=False)
+    assert Request.of(config, [[1], [2]], 1, num_samples=2).rows == 4
+    with pytest.raises(ValueError, match="num_samples is 3, but must be at most 2 in one call"):
+        Request.of(config, [[1], [2]], 1, num_samples=3)
+
+
+def test_weights_are_refused_where_a_plan_cannot_run_the_model() -> None:
+    with pytest.raises(UnsupportedError, match="a plan cannot run aft attention"):
+        generate(decoder(**of("aft")), [[1]], 3, weights="int8")
+    model = decoder()
+    verbs = {name: getattr(model, name) for name in ("config", "init_state", "prefill", "step")}
+    with pytest.raises(UnsupportedError, match="weights is 'int8', but a plan cannot run a SimpleNamespace"):
+        generate(SimpleNamespace(**verbs), [[1]], 3, weights="int8")
+
+
+def test_logits_of_half_precision_are_filtered_in_double() -> None:
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
+    options, seen = Sampling(temperature=0.7, repetition_penalty=1.3), logits > 0
+    found = engine.filtered(logits, seen, options)
+    assert torch.equal(found, engine.filtered(logits.double(), seen, options))

@@ -199,3 +199,22 @@ def test_sample_refuses_logits_that_are_no_distribution(bad: float) -> None:
 def test_wrong_input_is_one_sentence(call: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(torch.zeros(1, 3))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "logits", [torch.zeros(2, 0), torch.zeros(2, 3, dtype=torch.long), torch.tensor(0.5)]
+)
+def test_logits_are_numbers_of_at_least_one_token(logits) -> None:
+    for call in (lambda: sampling.sample(logits, [0.1, 0.2]), lambda: sampling.top_k(logits, 2)):
+        with pytest.raises(ValueError, match=r"logits is .*, but must be floating point \[N, V\] with V of"):
+            call()
+
+
+def test_the_smallest_draw_is_of_a_token_that_is_kept() -> None:
+    assert sampling.sample(torch.tensor([[-math.inf, 0.0, 0.0]]), [0.0]).tolist() == [1]
+
+
+def test_the_largest_draw_is_of_a_token_whatever_the_probabilities_sum_to() -> None:
+    logits = torch.randn(500, 50, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    assert (logits.softmax(-1).cumsum(-1)[:, -1] < 1 - 2**-53).any()
+    assert sampling.sample(logits, [1 - 2**-53] * 500).max() < 50

@@ -138,3 +138,27 @@ def test_models_of_other_types_transcribe(kind, dtype):
 def test_wrong_sounds_are_refused(sounds, message):
     with pytest.raises(ValueError, match=message):
         transcribe(small_model("transcriber"), sounds)
+
+
+def test_a_sound_of_no_axes_is_refused():
+    with pytest.raises(
+        ValueError, match=r"sounds\[0\] is of shape \[\], but must be \[T\] with T of at least 1"
+    ):
+        transcribe(small_model("transcriber"), [torch.tensor(1.0)])
+
+
+def test_frames_without_a_blank_are_refused():
+    with pytest.raises(ValueError, match=r"log_probs is of shape \[3, 0\], but must be \[T, V \+ 1\]"):
+        decode(torch.zeros(3, 0))
+
+
+def test_the_best_path_is_taken_by_default():
+    class Fixed(torch.nn.Linear):
+        def forward(self, x, *, key_padding_mask=None):
+            return torch.tensor([[0.4, 0.6], [0.4, 0.6]]).log().expand(len(x), 2, 2)
+
+        def frames(self, x, padding):
+            return torch.full((len(x),), 2)
+
+    assert [ids.tolist() for ids in transcribe(Fixed(1, 1), [torch.zeros(2, 6)])] == [[]]
+    assert [ids.tolist() for ids in transcribe(Fixed(1, 1), [torch.zeros(2, 6)], beam_size=8)] == [[0]]

@@ -48,6 +48,9 @@ def second_moments(model: Decoder, tokens: Tensor) -> dict[str, Tensor]:
             if isinstance(layer, nn.Linear):
                 stack.callback(layer.register_forward_pre_hook(note(name)).remove)
         model(tokens)
+    for name, H in found.items():
+        if not H.isfinite().all():
+            raise ValueError(f"the inputs of {name} on the sample are not all finite, but must be")
     return found
 
 

@@ -34,6 +34,7 @@ from unrolled.ops.dispatch import prefers
 from unrolled.ops.observing import observed
 from unrolled.ops.options import check_batch_size, check_integers
 from unrolled.ops.sequence import refuse
+from unrolled.ops.softmax import CACHE_GROWS
 from unrolled.ops.state import leaves, map_tensors
 
 
@@ -184,7 +185,10 @@ class Plan:
         return found.keys() == own.keys() and all(
             x.dim() == own[name].dim()
             and len(x) == len(state.position)
-            and all(b in (0, a) for a, b in zip(x.shape[1:], own[name].shape[1:], strict=True))  # 0: it grows
+            and all(
+                a == b or (b == 0 and name.rpartition(".")[2] in CACHE_GROWS)
+                for a, b in zip(x.shape[1:], own[name].shape[1:], strict=True)
+            )
             for name, x in found.items()
         )
 
@@ -324,7 +328,7 @@ def plan(model: nn.Module, weights: Weights = "fp32", *, sample: Tensor | None =
         UnsupportedError: a plan cannot run the model, or the C++ kernels were not built; the message says
             why.
     """
-    if weights not in PACKINGS:
+    if weights not in list(PACKINGS):  # a list may be asked for what has no hash
         raise wrong("weights", repr(weights), f"one of {', '.join(PACKINGS)}")
     if sample is not None and weights != "int4":
         raise ValueError(f"sample is given, but must be None for weights = {weights!r}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unrolled.contract import VocabularyConfig
-from unrolled.ops.checks import on_cpu, wrong, wrong_shape
+from unrolled.ops.checks import is_integral, on_cpu, wrong, wrong_shape
 from unrolled.ops.options import check_integers, is_number
 
 MOST_ROWS = 100_000
@@ -97,6 +97,8 @@ class Request(NamedTuple):
         prompts = _prompts(prompt_ids, vocab_size, vocab_size if config.start_token else None)
         check_integers(0, max_new_tokens=max_new_tokens)
         check_integers(1, num_samples=num_samples)
+        if len(prompts) > MOST_ROWS:
+            raise wrong("prompt_ids", f"{len(prompts)} prompts", f"at most {MOST_ROWS} in one call")
         if len(prompts) * num_samples > MOST_ROWS:
             raise wrong("num_samples", num_samples, f"at most {MOST_ROWS // len(prompts)} in one call")
         sampling = Sampling(**options)  # type: ignore[misc]  # the others have been taken out
@@ -167,7 +169,7 @@ def _prompts(prompt_ids: Prompts, vocab_size: int, start: int | None) -> list[Te
         if isinstance(given, str) or not isinstance(given, Tensor | Sequence):
             raise wrong(name, repr(given), "a sequence of token ids")
         prompt = on_cpu(name, given)
-        if prompt.dim() != 1 or prompt.is_floating_point() or prompt.dtype == torch.bool:
+        if prompt.dim() != 1 or not is_integral(prompt):
             raise wrong(name, prompt, "whole numbers [T]")
         prompt = prompt.long()
         if start is not None and (not len(prompt) or prompt[0] != start):

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from unrolled import models
 from unrolled.decode import saving
+from unrolled.decode.builder import MOST_INPUTS
 from unrolled.decode.packing import Weights, check_packed, unpack
 from unrolled.models import Decoder
 from unrolled.models.heads import Categorical
@@ -55,6 +56,8 @@ def _unpacked(model: Decoder, saved: saving.Saved) -> dict[str, Tensor]:
             raise ValueError(f"{name} is packed, but the model has no such matrix")
         finer = saved.weights == "int4" and "scales" in parts
         weights: Weights = "int8" if finer else saved.weights
+        if weights in ("int8", "int4") and layer.in_features > MOST_INPUTS:
+            weights = "bf16"  # as `Builder.linear` packs it
         packed = check_packed(name, parts, layer.weight.shape, weights, layer.bias is not None)
         found[f"{name}.weight"] = unpack(packed)
         if packed.bias is not None:

@@ -83,7 +83,9 @@ def generate(
     """
     refuse("generation")
     if not isinstance(model, Recurrent):
-        raise ValueError(f"model is a {type(model).__name__}, but must have init_state, prefill and step")
+        raise ValueError(
+            f"model is a {type(model).__name__}, but must have config, init_state, prefill and step"
+        )
     request = Request.of(
         model.config, prompt_ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         min_p=min_p, repetition_penalty=repetition_penalty, stop=stop, num_samples=num_samples, seed=seed,
@@ -176,7 +178,7 @@ def filtered(logits: Tensor, seen: Tensor, options: Sampling) -> Tensor:
 def _prefill(model: Recurrent, prompts: list[Tensor], num_samples: int) -> tuple[Tensor, Tensor, Any]:
     """Read the prompts and fork; return logits [B * num_samples, V], tokens seen [same] and the state."""
     state = model.init_state(len(prompts))
-    device = next(iter(leaves(state).values())).device
+    device = next((x.device for x in leaves(state).values()), torch.device("cpu"))
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     # Left padding: the last column of the logits then follows every prompt.
     tokens = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left").to(device)

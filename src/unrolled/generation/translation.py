@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from unrolled.fields import Size, check_value
 from unrolled.generation.beam import BeamOptions, Hypothesis, Steps, beam_search
 from unrolled.models.mode import drawing_mode
-from unrolled.ops.checks import on_cpu, wrong
+from unrolled.ops.checks import is_integral, on_cpu, wrong
 from unrolled.ops.masks import any_padding, padding_mask
 
 MORE_THAN_SOURCE = 50  # tokens that a translation may be longer than its source (Vaswani et al., section 6.1)
@@ -111,7 +111,7 @@ def _begin(model: Translates, sources: list[Tensor]) -> tuple[Tensor, Any]:
 
 def _source(index: int, source: Tensor | Sequence[int]) -> Tensor:
     ids = on_cpu(f"sources[{index}]", source)
-    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+    if ids.dim() != 1 or not is_integral(ids):
         raise wrong(f"sources[{index}]", ids, "whole numbers [S]")
     if not len(ids):
         raise ValueError(f"sources[{index}] is empty, but must have at least one token")

@@ -71,12 +71,17 @@ def on_cpu(name: str, ids: Tensor | Sequence[int]) -> Tensor:
     """
     if isinstance(ids, Tensor) and ids.is_meta:
         raise ValueError(f"{name} is on meta, but must hold ids")
-    if not len(ids):
-        return torch.empty(0, dtype=torch.long, device="cpu")
     try:
+        if not len(ids):
+            return torch.empty(0, dtype=torch.long, device="cpu")
         return torch.as_tensor(ids, device="cpu")
     except (RuntimeError, TypeError, ValueError) as error:
         raise wrong(name, repr(ids), "whole numbers of at most 64 bits") from error
+
+
+def is_integral(x: Tensor) -> bool:
+    """Whether a tensor holds whole numbers; bool does not count as one."""
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
 def check_device(name: str, x: Tensor, weight: Tensor, others: str = "the weights are") -> None:

@@ -73,7 +73,10 @@ def check_above_zero(**numbers: object) -> None:
 
 def is_number(x: object) -> bool:
     """Return whether `x` is a finite int or float; bool does not count as one."""
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+    try:
+        return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+    except OverflowError:  # an int beyond the largest float
+        return False
 
 
 def check_booleans(**flags: object) -> None:
