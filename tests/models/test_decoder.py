@@ -9,6 +9,7 @@ from torch import nn
 
 from models.kit import VOCAB, assert_same, randomised, read, tokens_of
 from unrolled.models import Decoder, DecoderConfig, EncoderDecoder, EncoderDecoderConfig
+from unrolled.models.limits import n_positions
 from unrolled.ops import state as states
 
 HYBRID = ["linear", "softmax"]
@@ -376,3 +377,10 @@ def test_a_loss_that_continues_a_state_leaves_out_padding():
     padding = torch.tensor([[False] * 4 + [True] * 2, [False] * 6])
     found, _ = model.loss_from(ids, ids, model.init_state(2), key_padding_mask=padding)
     torch.testing.assert_close(found, model.loss(ids, ids, key_padding_mask=padding))
+
+
+def test_a_layer_may_limit_the_number_of_tokens():
+    model = Decoder(DecoderConfig(5, d_model=8, n_layers=2, n_heads=2, positions="none"))
+    assert n_positions(model) is None
+    model.stack.blocks[1].attention.most_positions = 9
+    assert n_positions(model) == 9
