@@ -104,12 +104,19 @@ def write_alignments() -> None:
 
 
 def write_file_of(room: str, name: str, folder: Path, *shown: str) -> str:
-    """Write the page of one file: its docstring, its classes and functions; return its first sentence."""
+    """Write the page of one file or folder: its docstring, its classes and functions.
+
+    Returns:
+        the first sentence.
+    """
     module = importlib.import_module(f"unrolled.{room}.{name}")
+    files = pkgutil.iter_modules(getattr(module, "__path__", []), f"{module.__name__}.")
+    parts = [module, *(importlib.import_module(file.name) for file in files)]
+    found = [directive for part in parts for directive in members(part)]
     title, body = title_and_body(module)
     head, _, sentence = title.partition(": ")
     sentence = sentence[:1].upper() + sentence[1:]
-    write(folder / f"{name}.md", head, sentence, *shown, enriched(with_latex(name, body)), *members(module))
+    write(folder / f"{name}.md", head, sentence, *shown, enriched(with_latex(name, body)), *found)
     return sentence
 
 
