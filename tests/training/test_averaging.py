@@ -61,3 +61,17 @@ def test_a_run_does_not_begin_to_average_half_way(tmp_path):
     run(tmp_path)
     with pytest.raises(ValueError, match=r"train\.ema was None and is now 0\.9"):
         run(tmp_path, ema=0.9)
+
+
+def test_the_first_updates_of_a_run_forget_the_first_weights(tmp_path):
+    """After n updates, the decay is (1 + n) / (10 + n)."""
+    start, model = StandIn(dropout=0.0), StandIn(dropout=0.0)
+    run(tmp_path, model=model, steps=1, ema=0.999)
+    found = weights(tmp_path)["average.embedding.weight"]
+    expected = start.embedding.weight.lerp(model.embedding.weight, 1 - 2 / 11)
+    torch.testing.assert_close(found, expected.detach())
+
+
+def test_weights_of_fp16_are_not_averaged_either(tmp_path):
+    with pytest.raises(ValueError, match=r"ema is set, but embedding\.weight is torch\.float16"):
+        run(tmp_path, model=StandIn().half(), ema=0.9)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from safetensors.torch import save_file
 
 from unrolled import data, models
 from unrolled.folders import STAGING, replacing_files
-from unrolled.training import TrainConfig, _sharded, _steps, read_metadata, train
+from unrolled.training import TrainConfig, _sharded, _steps, checkpoint, read_metadata, train
+from unrolled.training.checkpoint import fingerprint
 
 from .standin import Cycles, StandIn, run, weights
 
@@ -204,3 +206,27 @@ def test_shared_tensors_are_stored_once_and_step_counters_kept(stopped):
     assert weights(stopped)["optimizer.blocks.bias.step"] == 4
     assert weights(stopped)["model.calls"] == 4
     assert weights(stopped)["rng.cpu"].dtype == torch.uint8
+
+
+def test_every_tensor_counts_for_a_fingerprint():
+    a, b = torch.arange(3), torch.arange(4)
+    found = {fingerprint(*x) for x in ([a, b], [a + 1, b], [a, b + 1], [b, a], [b])}
+    assert len(found) == 5
+
+
+def test_of_several_corpora_the_weights_count_and_not_the_places():
+    def options(**paths):
+        return _steps._options(SimpleNamespace(options={"data_dir": "x", "length": 8, **paths}))
+
+    assert options(path={"a": 0.7, "b": 0.3}) == options(path={"c": 0.7, "d": 0.3})
+    assert options(path={"a": 0.7, "b": 0.3}) != options(path={"a": 0.6, "b": 0.4})
+    assert options(path="a") == options(path="b") == {"length": 8}
+
+
+def test_of_two_checkpoints_the_newer_is_resumed(tmp_path):
+    files = [tmp_path / "last.safetensors", tmp_path / _sharded.DOCUMENT]
+    for newer in files:
+        for file in files:
+            file.touch()
+            os.utime(file, (2, 2) if file == newer else (1, 1))
+        assert checkpoint._last(tmp_path) == newer

@@ -11,6 +11,8 @@ import torch
 from unrolled.contract import UnsupportedError
 from unrolled.training import config as settings
 from unrolled.training import dry_run, read_log, train
+from unrolled.training import forecast as forecasting
+from unrolled.training.utilisation import flops_per_token
 
 from .standin import VOCAB, Cycles, StandIn, config, run
 
@@ -184,3 +186,28 @@ def test_the_peak_has_what_a_step_allocates():
     run = subprocess.run([sys.executable, "-c", PEAK], cwd=tests, capture_output=True, check=True)
     before, after = map(int, run.stdout.split())
     assert after - before == pytest.approx(2**28, rel=0.1)
+
+
+def test_averages_count_as_memory_of_the_optimiser():
+    without, found = forecast(), forecast(ema=0.9)
+    assert found.optimizer_bytes - without.optimizer_bytes == 4 * PARAMETERS
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_of_one_or_two_steps_is_watched_in_the_last(steps):
+    assert forecast(steps=steps).taken.activation_bytes > 0
+
+
+def test_the_third_step_is_watched():
+    class Third(StandIn):
+        def loss(self, inputs, targets):
+            loss = super().loss(inputs, targets)
+            return loss + 0 * loss.expand(10**6 if self.calls == 3 else 1).exp().mean()
+
+    assert forecast(Third()).taken.activation_bytes > 4 * 10**6
+
+
+def test_the_share_of_the_speed_is_that_of_a_step(slow, monkeypatch):
+    monkeypatch.setattr(forecasting, "speed_of_products", lambda device, bf16: 1000.0)
+    found = forecast(slow, steps=8)
+    assert found.mfu == pytest.approx(4 * 12 * flops_per_token(slow) / 2 / 1000)  # 4 rows of 12 tokens in 2 s

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from unrolled.contract import UnsupportedError
+from unrolled.models import Decoder, DecoderConfig
 from unrolled.training import evaluate, read_log, train
 
-from .standin import VOCAB, Batch, Cycles, StandIn, config, run, same, weights
+from .standin import VOCAB, Batch, Cycles, StandIn, config, losses, run, same, weights
 
 
 def test_it_learns_and_keeps_the_best_weights(tmp_path):
@@ -236,3 +237,125 @@ def test_an_infinite_validation_loss_stops(tmp_path):
     with pytest.raises(FloatingPointError, match="the validation loss after step 3 is inf: lower lr"):
         run(tmp_path, model=Overflows())
     assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_dropout_is_that_of_the_seed_whatever_the_callers_random_state(tmp_path):
+    for folder, state in (("a", 1), ("b", 2)):
+        torch.manual_seed(state)
+        run(tmp_path / folder)
+    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
+
+
+def test_training_runs_on_the_threads_of_the_config(tmp_path):
+    class Counts(StandIn):
+        def loss(self, inputs, targets):
+            found.add(torch.get_num_threads())
+            return super().loss(inputs, targets)
+
+    found, threads = set(), torch.get_num_threads() + 1
+    run(tmp_path, model=Counts(), steps=2, threads=threads)
+    assert found == {threads}
+
+
+def test_a_gradient_that_is_not_finite_stops_too(tmp_path):
+    class Steep(StandIn):
+        """The root of zero: a finite loss, with an infinite gradient."""
+
+        def loss(self, inputs, targets):
+            zero = 0.0 * self.norm.bias[0]
+            return super().loss(inputs, targets) + (zero.sqrt() if self.calls == 5 else 0.0)
+
+    with pytest.raises(FloatingPointError, match=r"step 5 is .* with a gradient of norm nan .* lower lr"):
+        run(tmp_path, model=Steep())
+    assert all(x.isfinite().all() for x in weights(tmp_path).values())
+
+
+def test_the_norm_in_the_log_is_the_euclidean_one_before_clipping(tmp_path):
+    model, other = StandIn(dropout=0.0), StandIn(dropout=0.0)
+    run(tmp_path, model=model, steps=1, log_every=1, clip_norm=1e-2)
+    batch = Cycles().batch("train", step=0, batch_size=4, seed=0)
+    other.loss(batch.inputs, batch.targets).backward()
+    norm = torch.cat([x.grad.flatten() for x in other.parameters()]).norm().item()
+    (line,) = [x for x in read_log(tmp_path / "log.jsonl") if x["event"] == "train"]
+    assert line["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    clipped = torch.cat([x.grad.flatten() for x in model.parameters()]).norm().item()
+    assert clipped == pytest.approx(1e-2, rel=1e-3)
+
+
+def test_without_clip_norm_nothing_is_clipped(tmp_path):
+    class Scaled(StandIn):
+        def loss(self, inputs, targets):
+            return 100 * super().loss(inputs, targets)
+
+    model = Scaled(dropout=0.0)
+    run(tmp_path, model=model, steps=1, log_every=1, clip_norm=None)
+    (line,) = [x for x in read_log(tmp_path / "log.jsonl") if x["event"] == "train"]
+    found = torch.cat([x.grad.flatten() for x in model.parameters()]).norm().item()
+    assert found == pytest.approx(line["grad_norm"], rel=1e-5)
+    assert found > 1
+
+
+def test_the_loss_in_the_log_is_the_mean_since_the_last_line(tmp_path):
+    run(tmp_path / "each", log_every=1)
+    run(tmp_path / "third", log_every=3)
+    each = [x for event, _, x in losses(tmp_path / "each") if event == "train"]
+    third = [x for event, _, x in losses(tmp_path / "third") if event == "train"]
+    assert third == pytest.approx([sum(each[i : i + 3]) / 3 for i in range(0, 12, 3)], rel=1e-12)
+
+
+@pytest.mark.parametrize("segment", [None, 5])
+def test_bf16_is_that_of_training_and_of_evaluation(tmp_path, segment):
+    class Precise(Decoder):
+        def _note(self, inputs):
+            if inputs.shape[1] > 1:  # one token is read to check the model
+                found.add((self.training, torch.is_autocast_enabled("cpu")))
+
+        def loss(self, inputs, targets):
+            self._note(inputs)
+            return super().loss(inputs, targets)
+
+        def loss_from(self, inputs, *rest, **options):
+            self._note(inputs)
+            return super().loss_from(inputs, *rest, **options)
+
+    size = DecoderConfig(VOCAB, d_model=8, n_layers=1, n_heads=2, positions="rotary")
+    for bf16 in (True, False):
+        found = set()
+        run(tmp_path / str(bf16), model=Precise(size), steps=1, bf16=bf16, segment=segment)
+        assert found == {(True, bf16), (False, bf16)}
+
+
+def test_a_missing_tensorboard_leaves_an_earlier_run_whole(tmp_path, monkeypatch):
+    run(tmp_path, steps=4)
+    before = {x.name: x.read_bytes() for x in tmp_path.iterdir()}
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UnsupportedError):
+        run(tmp_path, resume=False, tensorboard=True)
+    assert {x.name: x.read_bytes() for x in tmp_path.iterdir()} == before
+
+
+def test_a_resumed_run_keeps_the_steps_of_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps in (4, 8):
+        run(tmp_path, steps=steps, schedule="constant", tensorboard=True)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [x.step for x in events.Scalars("train/loss")] == [2, 4, 6, 8]
+
+
+def test_a_damaged_log_is_found_before_the_run_begins(tmp_path):
+    run(tmp_path, steps=4, schedule="constant")
+    log = tmp_path / "log.jsonl"
+    log.write_text("damaged\n" + log.read_text())
+    started = []
+    with pytest.raises(ValueError, match=r"log\.jsonl is damaged: line 1 is not JSON"):
+        run(tmp_path, steps=6, schedule="constant", on_start=started.append)
+    assert not started
+
+
+def test_a_model_without_parameters_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="nothing to train: it has no parameters"):
+        run(tmp_path, model=torch.nn.Identity())
+    with pytest.raises(ValueError, match=r"model is a dict, but must be a torch\.nn\.Module"):
+        run(tmp_path, model={"a": 1})

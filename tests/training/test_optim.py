@@ -183,3 +183,9 @@ def test_inverse_sqrt_is_the_rate_of_the_transformer(d_model, warmup):
 def test_eps_reaches_the_optimiser(name):
     (optimizer,) = build_optimizers(nn.Linear(3, 3), config(optimizer=name, eps=1e-9))
     assert {group["eps"] for group in optimizer.param_groups} == {1e-9}
+
+
+def test_betas_reach_the_optimiser():
+    for name in ("adamw", "radam"):
+        (optimizer,) = build_optimizers(nn.Linear(3, 3), config(optimizer=name, betas=(0.8, 0.95)))
+        assert {group["betas"] for group in optimizer.param_groups} == {(0.8, 0.95)}

@@ -178,3 +178,12 @@ def test_without_ranges_or_validation_data_it_says_so():
     empty = SimpleNamespace(eval_batches=lambda batch_size: iter(()))
     with pytest.raises(ValueError, match="the validation split is empty"):
         evaluate_positions(model, empty, CONFIG, [(0, 4)])
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_the_precision_is_that_of_the_config(bf16):
+    dataset = data.load("copy", length=12, n_symbols=3, val_size=4)
+    model, found = small(dataset, **ATTENTION).float(), set()
+    model.embedding.register_forward_hook(lambda *_: found.add(torch.is_autocast_enabled("cpu")))
+    evaluate_positions(model, dataset, replace(CONFIG, bf16=bf16), [(0, 12)])
+    assert found == {bf16}

@@ -204,3 +204,13 @@ def test_the_best_model_of_a_run_that_has_ended_is_not_outdated(tmp_path):
     best = (tmp_path / "model.safetensors").read_bytes()
     run(tmp_path, model=Worsens(), outdated=["model.safetensors"])
     assert (tmp_path / "model.safetensors").read_bytes() == best
+
+
+def test_the_seed_may_not_change_even_if_the_data_do_not_depend_on_it(tmp_path):
+    class Fixed(Cycles):
+        def batch(self, split, *, step, batch_size, seed):
+            return super().batch(split, step=step, batch_size=batch_size, seed=0)
+
+    run(tmp_path, data=Fixed(), steps=4, schedule="constant")
+    with pytest.raises(ValueError, match=r"train\.seed was 0 and is now 1"):
+        run(tmp_path, data=Fixed(), steps=6, schedule="constant", seed=1)

@@ -87,3 +87,13 @@ def test_a_dry_run_estimates_the_steps(slow):
     found = forecast.dry_run(slow(), Cycles(), config(seconds=350, eval_every=10))
     assert (found.steps, found.evaluations) == (100, 10)
     assert found.seconds == 350
+
+
+def test_a_dry_run_of_a_resumed_run_counts_the_time_that_is_left(tmp_path, slow):
+    options = {"schedule": "constant", "eval_every": 10}
+    run(tmp_path, model=slow(), seconds=35, **options)  # 10 steps and an evaluation
+    found = forecast.dry_run(slow(), Cycles(), config(seconds=385, **options), tmp_path)
+    assert (found.step, found.steps) == (10, 110)
+    assert found.seconds == 350
+    ended = forecast.dry_run(slow(), Cycles(), config(seconds=35, **options), tmp_path)
+    assert (ended.step, ended.steps, ended.measured, ended.seconds) == (10, 10, 0, 0)

@@ -21,6 +21,7 @@ from unrolled.ops.state import leaves
 from unrolled.training import TrainConfig, _kept_states, evaluate, train
 from unrolled.training._kept_states import KeptStates
 from unrolled.training.gradients import add_gradient
+from unrolled.training.segments import pieces
 
 from .standin import config, run
 
@@ -206,3 +207,13 @@ def test_states_come_back_in_the_opposite_order(monkeypatch, in_memory):
             assert torch.equal(found[name], x)
             assert found[name].dtype == x.dtype
     kept.close()
+
+
+def test_short_sequences_are_read_together_as_long_as_they_fit():
+    bounds = torch.tensor([0, 3, 8, 10, 25, 27, 30], dtype=torch.int32)
+    ids = torch.arange(30).view(1, -1)
+    found = list(pieces(Batch(ids, ids, cu_seqlens=bounds), 10))
+    assert [x.inputs.shape[1] for x in found] == [10, 15, 5]
+    assert [None if x.cu_seqlens is None else x.cu_seqlens.tolist() for x in found] == [
+        [0, 3, 8, 10], None, [0, 2, 5],
+    ]  # fmt: skip

@@ -81,3 +81,10 @@ def test_settings_that_do_not_divide():
         check_divisible(config(batch_size=5, accumulate=3), two)
     with pytest.raises(ValueError, match="shard is 4, but must divide the number of processes, which is 2"):
         check_divisible(config(shard=4), two)
+
+
+def test_carried_rows_are_divided_whatever_is_accumulated():
+    with pytest.raises(
+        ValueError, match=r"batch_size is 5, but must be a multiple of 2, the number of processes$"
+    ):
+        check_divisible(config(batch_size=5, accumulate=2, carry_state=True), Processes(0, 2))

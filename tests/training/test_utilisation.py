@@ -1,12 +1,14 @@
 """The share of the processor's speed: operations as torch counts them, and what the log says."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from unrolled import data
 from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
-from unrolled.training import TrainConfig, dry_run, read_log, train
+from unrolled.training import TrainConfig, dry_run, read_log, train, utilisation
 from unrolled.training.utilisation import flops_per_token, speed_of_products
 
 from .standin import Cycles, run
@@ -74,3 +76,11 @@ def test_bf16_is_measured_by_itself():
     speeds = [speed_of_products(torch.device("cpu"), bf16=bf16) for bf16 in (False, True)]
     assert speeds[0] != speeds[1]
     assert all(10**8 < speed < 10**14 for speed in speeds)
+
+
+def test_the_speed_is_that_of_the_fastest_product(monkeypatch):
+    ticks = iter([0, 5, 10, 12, 20, 24, 30, 33, 40, 44])  # the second takes 2 s
+    monkeypatch.setattr(utilisation, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(utilisation, "SIZE", {"cpu": 8})
+    speed = utilisation._speed.__wrapped__(torch.device("cpu"), torch.float32, 1)
+    assert speed == 2 * 8**3 / 2

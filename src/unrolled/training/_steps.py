@@ -100,8 +100,16 @@ def begin(model: Trainable, config: TrainConfig, processes: Processes) -> TrainS
 
 
 def device_of(model: Trainable) -> torch.device:
-    """Return the device of the first parameter."""
-    return next(model.named_parameters())[1].device
+    """Return the device of the first parameter.
+
+    Raises:
+        ValueError: there is no parameter.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}, but must be a torch.nn.Module")
+    for _, parameter in model.named_parameters():
+        return parameter.device
+    raise ValueError("the model has nothing to train: it has no parameters")
 
 
 def go_back(run_dir: Path, state: TrainState, identity: Mapping[str, object], config: TrainConfig) -> bool:
@@ -138,8 +146,8 @@ def fit(model: Trainable, dataset: Dataset, config: TrainConfig, processes: Proc
         check_carried(model, first)
     if config.redraw_every is not None and not _projections(model):
         raise ValueError(
-            "redraw_every is set, but the model has no random features or rotations: use performer, rfa or "
-            "reformer"
+            "redraw_every is set, but the model has no random features or rotations: use performer, rfa, "
+            "reformer or clustered"
         )
     if config.ema is not None:
         check_averaged(model)

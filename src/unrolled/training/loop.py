@@ -15,7 +15,7 @@ from unrolled.training.checkpoint import TrainState
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import EvaluationStoppedError, evaluate
 from unrolled.training.interfaces import Trainable
-from unrolled.training.log import OnLine, RunLog, SilentLog, open_log, progress_bar, summary_writer
+from unrolled.training.log import OnLine, RunLog, SilentLog, open_log, progress_bar, read_log, summary_writer
 from unrolled.training.memory import begin_peak, peak_bytes
 from unrolled.training.utilisation import flops_per_token, speed_of_products
 
@@ -119,6 +119,8 @@ def train(
             if processes.first:
                 if tensorboard:
                     summary_writer()  # fails if it is not installed, while an earlier run is still whole
+                if resumed:
+                    read_log(run_dir / "log.jsonl")  # fails if it is damaged
                 on_start(resumed)
         interrupted = signalled if processes.alone else SignalFlag()
         run = _Run(state, dataset, config, run_dir, identity, dict(metadata or {}), signalled, interrupted)
