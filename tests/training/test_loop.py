@@ -355,7 +355,7 @@ def test_a_damaged_log_is_found_before_the_run_begins(tmp_path):
 
 
 def test_a_model_without_parameters_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="nothing to train: it has no parameters"):
+    with pytest.raises(ValueError, match="model is a Identity without parameters"):
         run(tmp_path, model=torch.nn.Identity())
     with pytest.raises(ValueError, match=r"model is a dict, but must be a torch\.nn\.Module"):
         run(tmp_path, model={"a": 1})

@@ -173,6 +173,15 @@ def test_a_split_without_targets_is_refused():
 def test_without_ranges_or_validation_data_it_says_so():
     dataset = data.load("copy", length=12, n_symbols=3, val_size=10)
     model = small(dataset, **ATTENTION)
+    for wrong, message in {
+        (11, 6): "stop is 6, but must be at least 12",
+        (-2, 12): "start is -2, but must be at least 0",
+        (0, 1.5): "stop is 1.5, but must be an integer",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            evaluate_positions(torch.nn.Identity(), None, CONFIG, [(0, 6), wrong])
+    with pytest.raises(ValueError, match="model is a Identity without parameters"):
+        evaluate_positions(torch.nn.Identity(), None, CONFIG, [(0, 6)])
     with pytest.raises(ValueError, match="ranges is empty, but must have at least one range"):
         evaluate_positions(model, dataset, CONFIG, [])
     empty = SimpleNamespace(eval_batches=lambda batch_size: iter(()))

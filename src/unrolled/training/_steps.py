@@ -26,7 +26,7 @@ from unrolled.training.compiling import compiled
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import count_targets, only_predicted
 from unrolled.training.gradients import add_gradient
-from unrolled.training.interfaces import Recomputes, Trainable
+from unrolled.training.interfaces import Recomputes, Trainable, device_of
 from unrolled.training.optim import Schedule, build_optimizers
 from unrolled.training.processes import Processes, joined
 from unrolled.training.segments import Continues, check_continues
@@ -97,19 +97,6 @@ def begin(model: Trainable, config: TrainConfig, processes: Processes) -> TrainS
     spreading = spread(model, averaged, config, processes, device)
     optimizers = build_optimizers(model, config)
     return TrainState(model, optimizers, Schedule(config), device, spreading, processes, averaged)
-
-
-def device_of(model: Trainable) -> torch.device:
-    """Return the device of the first parameter.
-
-    Raises:
-        ValueError: there is no parameter.
-    """
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}, but must be a torch.nn.Module")
-    for _, parameter in model.named_parameters():
-        return parameter.device
-    raise ValueError("the model has nothing to train: it has no parameters")
 
 
 def go_back(run_dir: Path, state: TrainState, identity: Mapping[str, object], config: TrainConfig) -> bool:

@@ -13,7 +13,7 @@ from unrolled.models.mode import evaluation_mode
 from unrolled.ops.sequence import Ranks, use
 from unrolled.training._session import own_random_state
 from unrolled.training.config import TrainConfig
-from unrolled.training.interfaces import PredictsSome, Trainable
+from unrolled.training.interfaces import PredictsSome, Trainable, device_of
 from unrolled.training.processes import ALONE, Processes
 from unrolled.training.segments import Continues, Segments, pieces
 from unrolled.training.slices import slice_of
@@ -78,7 +78,7 @@ def evaluating(model: Trainable) -> Iterator[torch.device]:
 
     Yields the device of the model.
     """
-    device = next(model.named_parameters())[1].device
+    device = device_of(model)
     with evaluation_mode(model), torch.no_grad(), own_random_state(device):
         yield device
 

@@ -16,7 +16,7 @@ from unrolled.training import _steps
 from unrolled.training.checkpoint import TrainState
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import evaluate
-from unrolled.training.interfaces import Trainable
+from unrolled.training.interfaces import Trainable, device_of
 from unrolled.training.memory import begin_peak, peak_bytes
 from unrolled.training.spread import local
 from unrolled.training.utilisation import flops_per_token, speed_of_products
@@ -104,7 +104,7 @@ def dry_run(
         UnsupportedError: as for `train`.
         ElsewhereError: another process of the run failed.
     """
-    device = _steps.device_of(model)
+    device = device_of(model)
     with _steps.together(model, dataset, config) as (processes, identity):
         with processes.agreed():
             state = _steps.begin(model, config, processes)

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 
@@ -50,3 +51,16 @@ class Recomputes(Protocol):
     """A model that can recompute activations in the backward pass."""
 
     gradient_checkpointing: bool
+
+
+def device_of(model: Trainable) -> torch.device:
+    """Return the device of the first parameter.
+
+    Raises:
+        ValueError: it is no module, or has no parameters.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}, but must be a torch.nn.Module")
+    for _, parameter in model.named_parameters():
+        return parameter.device
+    raise ValueError(f"model is a {type(model).__name__} without parameters, but must have at least one")

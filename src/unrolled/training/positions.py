@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unrolled.contract import IGNORED, Batch, Dataset, UnsupportedError
 from unrolled.models.heads import token_nll
+from unrolled.ops.options import check_integers
 from unrolled.training.config import TrainConfig
 from unrolled.training.evaluation import evaluating, only_predicted
 from unrolled.training.interfaces import Trainable
@@ -67,11 +68,15 @@ def evaluate_positions(
         The score of each range, without those that have no target.
 
     Raises:
-        ValueError: there is no range, the validation split is empty, or no range has a target.
+        ValueError: there is no range, or a range is empty or begins before 0; the validation split is empty,
+            or no range has a target.
         UnsupportedError: a batch has padding, and the model predicts at the end only.
     """
     if not ranges:
         raise ValueError("ranges is empty, but must have at least one range")
+    for start, stop in ranges:
+        check_integers(0, start=start)
+        check_integers(start + 1, stop=stop)
     parts: list[Tensor] = []
     with evaluating(model) as device:
         for batch in dataset.eval_batches(config.batch_size):
