@@ -1,11 +1,13 @@
-"""NaN, infinity and huge values at padded keys affect no result of any function with a padding mask."""
+"""Padded keys: no value of theirs affects a result, and none counts in a later call."""
+
+from functools import partial
 
 import pytest
 import torch
 
 from unrolled.attention import bigbird, efficient, perceiver, topk
 from unrolled.attention.clustered import clustered_attention
-from unrolled.attention.linear import rotary_linear_attention
+from unrolled.attention.linear import LinearAttention, rotary_linear_attention
 from unrolled.attention.linformer import LinearProjection, MaxPooling, linformer_attention
 from unrolled.attention.nystromformer import nystrom_attention
 from unrolled.attention.performer import FavorMap, favor_attention
@@ -16,6 +18,7 @@ from unrolled.attention.similarity import Exponential, similarity_attention
 from unrolled.attention.sparse_transformer import factorized
 from unrolled.attention.sparse_transformer import state as factorized_state
 from unrolled.attention.spatiotemporal import spatiotemporal_attention
+from unrolled.attention.topk import TopkAttention
 from unrolled.ops import delta, linear, softmax, window
 from unrolled.ops.block_sparse import block_sparse_attention
 from unrolled.ops.gla import diagonal_linear_attention, diagonal_linear_attention_reference
@@ -138,3 +141,18 @@ def test_padded_keys_affect_nothing(function, value):
     extreme = (x.detach().masked_fill(PADDING[..., None, None], value).requires_grad_() for x in (k, v))
     for found, right in zip(run(function, q, *extreme), expected, strict=True):
         torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=False)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [partial(LinearAttention, rotary=True), partial(TopkAttention, n_keys=3)],
+    ids=["positions", "keys"],
+)
+def test_what_was_padding_in_one_call_does_not_count_in_the_next(make):
+    module = make(8, 2, causal=True).double()
+    x = torch.randn(2, 7, 8, dtype=torch.float64)
+    padding = torch.tensor([[True, True, False, False], [False] * 4])
+    _, state = module.prefill(x[:, :4], module.init_state(2), key_padding_mask=padding)
+    y, _ = module.prefill(x[:, 4:], state)
+    torch.testing.assert_close(y[0], module(x[:1, 2:])[0, 2:])
+    torch.testing.assert_close(y[1], module(x[1:])[0, 4:])

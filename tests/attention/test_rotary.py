@@ -107,13 +107,3 @@ def test_an_instance_with_positions_says_what_it_cannot_do(kind):
     assert not supports.cross
     assert not supports.single_queries
     assert supports.weights == (kind is SoftmaxAttention)  # those of linear attention do not add up to 1
-
-
-def test_each_row_of_a_state_has_its_own_position():
-    module = LinearAttention(8, 2, causal=True, rotary=True).double()
-    x = torch.randn(2, 7, 8, dtype=torch.float64)
-    padding = torch.tensor([[True, True, False, False], [False] * 4])
-    _, state = module.prefill(x[:, :4], module.init_state(2), key_padding_mask=padding)
-    y, _ = module.prefill(x[:, 4:], state)
-    torch.testing.assert_close(y[0], module(x[:1, 2:])[0, 2:])
-    torch.testing.assert_close(y[1], module(x[1:])[0, 4:])

@@ -160,16 +160,6 @@ def test_it_has_gradients_under_transforms():
     torch.testing.assert_close(torch.func.grad(loss)(q), expected)
 
 
-def test_what_was_padding_in_one_call_is_not_read_in_the_next():
-    module = TopkAttention(8, 2, causal=True, n_keys=3).double()
-    x = torch.randn(2, 7, 8, dtype=torch.float64)
-    padding = torch.tensor([[True, True, False, False], [False] * 4])
-    _, state = module.prefill(x[:, :4], module.init_state(2), key_padding_mask=padding)
-    y, _ = module.prefill(x[:, 4:], state)
-    torch.testing.assert_close(y[0], module(x[:1, 2:])[0, 2:])
-    torch.testing.assert_close(y[1], module(x[1:])[0, 4:])
-
-
 def test_a_key_that_a_mask_of_numbers_hides_may_be_nan():
     q, k, v = (torch.randn(1, 6, 2, 4) for _ in range(3))
     expected = topk_attention(q, k[:, :5], v[:, :5], 3)

@@ -66,10 +66,11 @@ def dplr(
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if state is None:
         state = q.new_zeros(N, H, D, M, dtype=accumulation_dtype(q.dtype, k.dtype, v.dtype))
-    _check_rule(q, k, v, a, b, log_decay, state, N, key_padding_mask)
+    inputs = Inputs(q, k, v, a, b, log_decay, state)
+    _check_rule(inputs, N, key_padding_mask)
     if key_padding_mask is not None:
-        q, k, v, a, b, log_decay = (without_padding(x, key_padding_mask) for x in (q, k, v, a, b, log_decay))
-    o, state = operator.dplr(Inputs(q, k, v, a, b, log_decay, state), cu_seqlens)
+        inputs = Inputs._make([*(without_padding(x, key_padding_mask) for x in inputs[:-1]), state])
+    o, state = operator.dplr(inputs, cu_seqlens)
     return o.to(v.dtype), state
 
 
@@ -91,22 +92,14 @@ def dplr_step(
         ValueError: as `dplr`.
     """
     check_step(q, k, v)
-    _check_rule(q, k, v, a, b, log_decay, state, k.shape[0])
-    o, state = operator.dplr_step(Inputs(q, k, v, a, b, log_decay, state))
+    inputs = Inputs(q, k, v, a, b, log_decay, state)
+    _check_rule(inputs, k.shape[0])
+    o, state = operator.dplr_step(inputs)
     return o.to(v.dtype), state
 
 
-def _check_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    log_decay: Tensor,
-    state: Tensor,
-    rows: int,
-    padding: Tensor | None = None,
-) -> None:
+def _check_rule(inputs: Inputs, rows: int, padding: Tensor | None = None) -> None:
+    q, k, v, a, b, log_decay, state = inputs
     for name, x in {"k": k, "a": a, "b": b}.items():
         if x.shape != q.shape or not x.is_floating_point():
             raise wrong(name, x, f"floating point {list(q.shape)} like q")
