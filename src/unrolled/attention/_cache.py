@@ -16,7 +16,7 @@ class CachedAttention(MultiHeadAttention[KVCache, None]):
 
     def init_heads(self, batch_size: int) -> KVCache:
         """Make the empty cache of `batch_size` sequences before their first token."""
-        like = self.out_proj.weight.new_empty(0, dtype=self.state_dtype)
+        like = self.out_weight.new_empty(0, dtype=self.state_dtype)
         return empty_cache(batch_size, self.n_kv_heads, self.head_dim, self.value_dim, like)
 
     def attend_at_end(

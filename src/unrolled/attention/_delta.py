@@ -46,7 +46,7 @@ class DeltaRule(MultiHeadAttention[DeltaState, Rates]):
 
     def init_heads(self, batch_size: int) -> DeltaState:
         """Make the state of `batch_size` sequences before their first token: zeros."""
-        like, sizes = self.out_proj.weight, (self.n_kv_heads, self.head_dim, self.value_dim)
+        like, sizes = self.out_weight, (self.n_kv_heads, self.head_dim, self.value_dim)
         kv = like.new_zeros(batch_size, *sizes, dtype=self.state_dtype)
         return DeltaState(kv, like.new_zeros(batch_size, dtype=torch.long))
 

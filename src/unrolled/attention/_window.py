@@ -86,7 +86,7 @@ class SlidingWindow(MultiHeadAttention[WindowState, Inputs]):
         """Make the state of `batch_size` sequences before their first token: an empty window."""
         if self.supports.recurrence == "none":
             return super().init_heads(batch_size)
-        like = self.out_proj.weight.new_empty(0, dtype=self.state_dtype)
+        like = self.out_weight.new_empty(0, dtype=self.state_dtype)
         return empty_window(batch_size, self.reach, self.n_kv_heads, self.head_dim, self.value_dim, like)
 
     def prefill_heads(

@@ -20,7 +20,7 @@ from unrolled.attention._slices import attend_over, check_slice
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.ops import sequence
 from unrolled.ops.checks import check_attn_mask, check_cu_seqlens, check_input, shape
-from unrolled.ops.dense import Linear, linear_part
+from unrolled.ops.dense import Linear, linear_part, weight_of
 from unrolled.ops.masks import without_padding, zero_padding
 from unrolled.ops.options import ChecksOptions
 from unrolled.ops.positions import ROTARY_BASE, rotary
@@ -240,7 +240,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         """
         self._check_recurrent()
         self._check_input("x", x)
-        check_state(self, state, x.shape[0], self.out_proj.weight)
+        check_state(self, state, x.shape[0], self.out_weight)
         masks = Masks(key_padding_mask)
         x = self._without_padding(x, masks)
         heads = self.heads_of(self.project(x), x, masks, state=state)
@@ -256,7 +256,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         """
         self._check_recurrent()
         self._check_input("x_t", x_t, ("B",))
-        check_state(self, state, x_t.shape[0], self.out_proj.weight)
+        check_state(self, state, x_t.shape[0], self.out_weight)
         heads = self.heads_of(self.project(x_t), x_t, state=state)
         o, state = self.advance(heads, state)
         return self.merge_heads(o, x_t), state
@@ -291,7 +291,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         """
         sequence.refuse("a memory")
         self._check_input("query", query)
-        weight = self.out_proj.weight
+        weight = self.out_weight
         empty = partial(self.read, weight.new_empty(0, 0, self.d_model))
         check_state(self, memory, query.shape[0], weight, empty, name="memory", growing=MEMORY_GROWS)
         q, _, _ = self.project(query, query[:, :0])
@@ -460,9 +460,14 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         return type(self).__module__.rpartition(".")[2]
 
     @property
+    def out_weight(self) -> Tensor:
+        """A weight with the dtype and on the device of this module, even if `out_proj` was replaced."""
+        return weight_of(self.out_proj)
+
+    @property
     def state_dtype(self) -> torch.dtype:
         """The dtype of the sums in a state: fp32, or fp64 for fp64 weights."""
-        return accumulation_dtype(self.out_proj.weight.dtype)
+        return accumulation_dtype(self.out_weight.dtype)
 
     def _make_conv(self, taps: int) -> ShortConvolution:
         if self.supports.recurrence == "none" or not self.causal:
@@ -547,7 +552,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             )
 
     def _check_input(self, name: str, x: Tensor, axes: tuple[str, ...] = ("B", "T")) -> None:
-        check_input(name, x, [*axes, self.d_model], self.qkv_proj.weight)
+        check_input(name, x, [*axes, self.d_model], weight_of(self.qkv_proj))
 
     def _check_recurrent(self) -> None:
         if self.supports.recurrence == "none":

@@ -202,7 +202,7 @@ class EfficientAttention(MultiHeadAttention[EfficientState, None]):
 
     def init_heads(self, batch_size: int) -> EfficientState:
         """Make the state of `batch_size` sequences before their first token."""
-        k = self.out_proj.weight.new_empty(batch_size, 0, self.n_kv_heads, self.head_dim)
+        k = self.out_weight.new_empty(batch_size, 0, self.n_kv_heads, self.head_dim)
         return empty_state(k, k.new_empty(0, self.value_dim), self.state_dtype)
 
     def prefill_heads(

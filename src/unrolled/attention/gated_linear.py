@@ -105,7 +105,7 @@ class GatedLinearAttention(MultiHeadAttention[GatedLinearState, Decay]):
     def init_heads(self, batch_size: int) -> GatedLinearState:
         """Make the state of `batch_size` sequences before their first token: zeros."""
         size = (batch_size, self.n_kv_heads, self.head_dim, self.value_dim)
-        return GatedLinearState(self.out_proj.weight.new_zeros(size, dtype=self.state_dtype))
+        return GatedLinearState(self.out_weight.new_zeros(size, dtype=self.state_dtype))
 
     def prefill_heads(
         self, heads: Heads[Decay], state: GatedLinearState, key_padding_mask: Tensor | None

@@ -150,7 +150,7 @@ class LinearAttention(MultiHeadAttention[LinearAttentionState, None]):
 
     def init_heads(self, batch_size: int) -> LinearAttentionState:
         """Make the state of `batch_size` sequences before their first token: zeros."""
-        like, R = self.out_proj.weight, self.feature_map.feature_dim
+        like, R = self.out_weight, self.feature_map.feature_dim
         kv = like.new_zeros(batch_size, self.n_kv_heads, R, self.value_dim, dtype=self.state_dtype)
         k_sum = like.new_zeros(batch_size, self.n_kv_heads, R, dtype=self.state_dtype)
         return LinearAttentionState(kv, k_sum, like.new_zeros(batch_size, dtype=torch.long))

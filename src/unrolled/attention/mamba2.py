@@ -116,7 +116,7 @@ class Mamba2(MultiHeadAttention[Mamba2State, Steps]):
     def init_heads(self, batch_size: int) -> Mamba2State:
         """Make the state of `batch_size` sequences before their first token: zeros."""
         size = (batch_size, self.n_heads, self.head_dim, self.value_dim)
-        return Mamba2State(self.out_proj.weight.new_zeros(size, dtype=self.state_dtype))
+        return Mamba2State(self.out_weight.new_zeros(size, dtype=self.state_dtype))
 
     def prefill_heads(
         self, heads: Heads[Steps], state: Mamba2State, key_padding_mask: Tensor | None

@@ -20,6 +20,8 @@ honour an `attn_mask` or rotary positions, since queries are not compared with k
 Equals softmax attention: never. The first read by itself, `latent_read(q, k, v)`, is softmax attention.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Unpack
 
 import torch
@@ -68,8 +70,21 @@ def perceiver_attention(
         raise ValueError(f"latents has shape {shape(latents)}, but must be [N, {H}, {D}] for q {shape(q)}")
     if weight.shape != (H * D, H * M):
         raise ValueError(f"weight has shape {shape(weight)}, but must be [H D, H M] = [{H * D}, {H * M}]")
+    return _attend(q, k, v, latents, partial(linear, weight=weight), key_padding_mask)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    latents: Tensor,
+    project: Callable[[Tensor], Tensor],
+    key_padding_mask: Tensor | None,
+) -> Tensor:
+    """Compute `perceiver_attention`, with W as a function."""
+    B, D = k.shape[0], q.shape[-1]
     z = latent_read(latents, k, v, key_padding_mask=key_padding_mask)
-    memory = latents + linear(z.flatten(-2), weight).view(*z.shape[:-1], D)
+    memory = latents + project(z.flatten(-2)).view(*z.shape[:-1], D)
     # Latents without any input to read are masked in the second read.
     nothing = torch.full((B, 1), True, device=k.device) if k.shape[1] == 0 else None
     if key_padding_mask is not None and nothing is None:
@@ -121,5 +136,5 @@ class PerceiverAttention(MultiHeadAttention[None, None]):
         """Attend in parallel."""
         if masks.cu_seqlens is not None:
             return attend_packed(self.attend, heads, masks.cu_seqlens)
-        latents, weight, padding = self.latents, self.memory_proj.weight, masks.key_padding_mask
-        return perceiver_attention(*heads[:3], latents, weight, key_padding_mask=padding)
+        # `memory_proj` is called, so that its hooks run and it can be replaced, as by an adapter.
+        return _attend(*heads[:3], self.latents, self.memory_proj, masks.key_padding_mask)

@@ -350,7 +350,7 @@ class PerformerAttention(MultiHeadAttention[PerformerState, None]):
 
     def init_heads(self, batch_size: int) -> PerformerState:
         """Make the state of `batch_size` sequences before their first token: empty sums, no maximum."""
-        like, R = self.out_proj.weight, self.feature_map.feature_dim
+        like, R = self.out_weight, self.feature_map.feature_dim
         kv = like.new_zeros(batch_size, self.n_kv_heads, R, self.value_dim, dtype=self.state_dtype)
         log_scale = kv.new_full(kv.shape[:2], favor.LOWEST)
         position = kv.new_zeros(batch_size, dtype=torch.long)

@@ -190,7 +190,7 @@ class Retention(MultiHeadAttention[RetentionState, None]):
 
     def init_heads(self, batch_size: int) -> RetentionState:
         """Make the state of `batch_size` sequences before their first token: zeros."""
-        like = self.out_proj.weight
+        like = self.out_weight
         size = (batch_size, self.n_kv_heads, self.head_dim, self.value_dim)
         kv = like.new_zeros(size, dtype=self.state_dtype)
         return RetentionState(kv, like.new_zeros(batch_size, dtype=torch.long))

@@ -195,7 +195,7 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
     def init_heads(self, batch_size: int) -> RWKV7State:
         """Make the state of `batch_size` sequences before their first token: zeros."""
         sizes = (self.n_heads, self.head_dim, self.value_dim)
-        kv = self.out_proj.weight.new_zeros(batch_size, *sizes, dtype=self.state_dtype)
+        kv = self.out_weight.new_zeros(batch_size, *sizes, dtype=self.state_dtype)
         return RWKV7State(kv, kv.new_zeros(batch_size, 1, self.d_model))
 
     def prefill_heads(

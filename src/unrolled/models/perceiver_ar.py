@@ -189,7 +189,7 @@ class PerceiverAR(Decoder):
         tokens, key_padding_mask = self._at_the_right(tokens, key_padding_mask)
         T = tokens.shape[1]
         inputs, reader = state.layers[0], self._reader.attention
-        check_state(reader, inputs, tokens.shape[0], reader.out_proj.weight)
+        check_state(reader, inputs, tokens.shape[0], reader.out_weight)
         assert isinstance(inputs, KVCache)  # as just checked
         begun = inputs.past_k.shape[2] + inputs.recent_k.shape[2] > 0
         if begun and may_read(state.position):

@@ -20,11 +20,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 
 from unrolled.ops.feature_maps import Elu
 from unrolled.ops.linear import LinearOptions, LinearState, linear_attention, linear_attention_step
-from unrolled.recurrent._layer import RecurrentLayer
+from unrolled.recurrent._layer import RecurrentLayer, apply
 
 
 class LinearAttentionState(NamedTuple):
@@ -100,15 +99,5 @@ class LinearAttentionCell(RecurrentLayer[LinearAttentionState]):
 
     def _rest(self, o: Tensor, x: Tensor) -> Tensor:
         """Project the concatenated heads `o`, add `x`, and apply f_l."""
-        u = _norm(self.attention_norm, x + _linear(self.out_proj, o.flatten(-2)))
-        return _norm(self.ff_norm, u + _linear(self.down, _linear(self.up, u).relu()))
-
-
-def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Apply a layer in the dtype of x, which is the state's."""
-    return F.linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))
-
-
-def _norm(layer: nn.LayerNorm, x: Tensor) -> Tensor:
-    weight, bias = layer.weight.to(x.dtype), layer.bias.to(x.dtype)
-    return F.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
+        u = apply(self.attention_norm, x + apply(self.out_proj, o.flatten(-2)))
+        return apply(self.ff_norm, u + apply(self.down, apply(self.up, u).relu()))

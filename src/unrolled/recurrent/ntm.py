@@ -37,7 +37,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from unrolled.ops.cosine import cosine_weights
 from unrolled.ops.options import at_least
-from unrolled.recurrent._layer import RecurrentLayer, keep
+from unrolled.recurrent._layer import RecurrentLayer, apply, keep
 from unrolled.recurrent._lstm import lstm_step
 
 Controller = Literal["feedforward", "lstm"]
@@ -228,7 +228,7 @@ class NTM(RecurrentLayer[NTMState]):
         carried = torch.cat([state.reads.flatten(1), *state.controller[:1]], 1)
         gates = torch.addmm(inputs, carried, self.recurrent.to(dtype).mT)
         c, controller = CONTROLLERS[self.controller](gates, state.controller)
-        outputs = F.linear(c, self.head_proj.weight.to(dtype), self.head_proj.bias.to(dtype))
+        outputs = apply(self.head_proj, c)
 
         B, heads, each = len(outputs), R + self.write_heads, sum(self._head_sizes)
         addressing, writing = outputs[:, : heads * each], outputs[:, heads * each :]
@@ -243,4 +243,4 @@ class NTM(RecurrentLayer[NTMState]):
         return torch.cat([c, reads.flatten(1)], 1), NTMState(memory, weights, reads, controller)
 
     def _output(self, both: Tensor) -> Tensor:
-        return F.linear(both, self.out_proj.weight.to(both.dtype), self.out_proj.bias.to(both.dtype))
+        return apply(self.out_proj, both)

@@ -191,7 +191,7 @@ class AFT(MultiHeadAttention[AFTState, None]):
 
     def init_heads(self, batch_size: int) -> AFTState:
         """Make the state of `batch_size` sequences before their first token: no keys, and empty sums."""
-        like, (_, K, M) = self.out_proj.weight, self.head_widths()
+        like, (_, K, M) = self.out_weight, self.head_widths()
         W = 0 if self.grows else max(0, self.window - 1)
         v = like.new_zeros(batch_size, W, self.n_heads, M, dtype=self.state_dtype)
         k = v.new_zeros(batch_size, W, self.n_heads, K)

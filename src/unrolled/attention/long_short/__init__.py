@@ -228,7 +228,7 @@ class LongShortAttention(MultiHeadAttention[LongShortState, Pooling]):
         """
         if self.window is None:
             return super().init_heads(batch_size)
-        zero = self.out_proj.weight.new_zeros((), dtype=self.state_dtype)
+        zero = self.out_weight.new_zeros((), dtype=self.state_dtype)
         B, G, l = batch_size, self.n_kv_heads, self.chunk if self.rank else 0  # noqa: E741 the paper's letter
         sizes = [(1, self.rank, G), (self.window, G), (l, G)]
         k_and_v = [zero.new_zeros(B, *size, x) for size in sizes for x in (self.head_dim, self.value_dim)]

@@ -180,7 +180,7 @@ class ReformerAttention(MultiHeadAttention[ReformerState, HashQueries | None]):
 
     def init_heads(self, batch_size: int) -> ReformerState:
         """Make the state of `batch_size` sequences before their first token: no tokens."""
-        like = self.out_proj.weight.new_empty(batch_size, 0, self.n_heads, 0, dtype=self.state_dtype)
+        like = self.out_weight.new_empty(batch_size, 0, self.n_heads, 0, dtype=self.state_dtype)
         k, v, buckets = (pad(like, (0, n)) for n in (self.head_dim, self.value_dim, self.n_rounds))
         draw = self.rotations.redraws.repeat(batch_size)
         return ReformerState(k, v, buckets.long(), torch.zeros_like(draw), draw)

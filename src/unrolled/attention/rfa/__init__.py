@@ -122,7 +122,7 @@ class RandomFeatureAttention(MultiHeadAttention[RfaState, Gate | None]):
 
     def init_heads(self, batch_size: int) -> RfaState:
         """Make the state of `batch_size` sequences before their first token."""
-        like, R = self.out_proj.weight, self.feature_map.feature_dim
+        like, R = self.out_weight, self.feature_map.feature_dim
         kv = like.new_zeros(batch_size, self.n_kv_heads, R, self.value_dim, dtype=self.state_dtype)
         draw = self.feature_map.projection.redraws.repeat(batch_size)
         weight = kv.new_full(kv.shape[:2], 1.0 if self.gate_proj is None else 0.0)

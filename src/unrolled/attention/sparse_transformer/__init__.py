@@ -104,7 +104,7 @@ class SparseTransformerAttention(MultiHeadAttention[FactorizedState, None]):
 
     def init_heads(self, batch_size: int) -> FactorizedState:
         """Make the state of `batch_size` sequences before their first token: no tokens."""
-        like = self.out_proj.weight.new_empty(0, dtype=self.state_dtype)
+        like = self.out_weight.new_empty(0, dtype=self.state_dtype)
         return empty_state(self.layout, batch_size, self.n_kv_heads, self.head_dim, self.value_dim, like)
 
     def prefill_heads(

@@ -45,6 +45,15 @@ def is_plain(layer: nn.Module) -> bool:
     return type(layer) is Linear and not changed([layer])
 
 
+def weight_of(layer: nn.Module) -> Tensor:
+    """Return the weight of a layer, or the first parameter of a module in its place, such as an adapter.
+
+    A module without parameters counts as one of the default dtype on the CPU.
+    """
+    weight = getattr(layer, "weight", None)
+    return weight if isinstance(weight, Tensor) else next(layer.parameters(), torch.empty(0))
+
+
 def linear_part(layer: Linear, widths: list[int], part: int, x: Tensor) -> Tensor:
     """Apply a layer whose outputs have parts of `widths`; return one part: `[..., in]` -> `[..., width]`.
 
