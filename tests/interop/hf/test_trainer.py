@@ -3,7 +3,7 @@
 import pytest
 import torch
 from hf_models import make
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -128,3 +128,19 @@ def test_a_batch_whose_labels_are_all_at_padding_adds_no_loss(kind):
     labels[0, 1] = 3
     found = make(kind=kind)(ids, attention_mask=mask, labels=labels, num_items_in_batch=5)
     assert found.loss == 0
+
+
+@pytest.mark.parametrize(("side", "counted"), [("right", 21), ("left", 23)])
+def test_trainer_counts_too_many_labels_for_padding_on_the_left(side, counted, tmp_path):
+    """It counts the first token of a padded row too, but only 21 tokens are predicted."""
+    rows = []
+    for start, length in enumerate((8, 5, 4, 8)):
+        pads = (8 - length, 0) if side == "left" else (0, 8 - length)
+        ids = (torch.arange(length) + start) % 17
+        row = {"input_ids": pad(ids, pads), "labels": pad(ids, pads, value=-100)}
+        rows.append(row | {"attention_mask": pad(torch.ones_like(ids), pads)})
+    how = arguments(tmp_path, 4, max_steps=1, learning_rate=0.0, logging_steps=1, save_strategy="no")
+    trainer = Trainer(make().float(), how, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    trained = next(x["loss"] for x in trainer.state.log_history if "loss" in x)
+    assert trained == pytest.approx(trainer.evaluate()["eval_loss"] * 21 / counted, rel=1e-5)

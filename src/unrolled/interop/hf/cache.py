@@ -117,7 +117,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # of its __
         """
         if tokens_to_remove:
             raise UnsupportedError(
-                f"a state cannot be rolled back by {tokens_to_remove} tokens: keep the state of that "
+                f"a state cannot be rolled back by {abs(tokens_to_remove)} tokens: keep the state of that "
                 "position and continue from there instead"
             )
 
