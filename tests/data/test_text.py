@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from unrolled import data
 from unrolled.contract import IGNORED
+from unrolled.data import Vocabulary
 from unrolled.data._codec import Codec
 from unrolled.data._tokenizer import TextTokenizer
 from unrolled.data.text import TextDataset
@@ -155,6 +156,18 @@ def test_an_empty_file_is_refused(tmp_path):
 def test_a_file_that_is_not_utf8_is_refused_as_characters(tmp_path):
     with pytest.raises(ValueError, match=r"not UTF-8 at byte 4 \(0xe9\): read it with data.level=bytes"):
         TextDataset(write(tmp_path, b"aiif\xe9 " * 99))
+
+
+def test_a_character_is_decoded_without_a_tensor(monkeypatch):
+    """A server decodes every token and every alternative by a reader: a tensor for each takes 30 times as long."""
+    vocabulary = Vocabulary("text", characters=list("abc"))
+    monkeypatch.setattr(torch, "as_tensor", None)
+    read = vocabulary.reader()
+    assert [read(token) for token in (2, 0, 1)] == ["c", "a", "b"]
+    monkeypatch.undo()
+    for token in (-1, 3):
+        with pytest.raises(ValueError, match="must be from 0 to 2"):
+            read(token)
 
 
 def test_what_the_vocabulary_lacks_is_named():
