@@ -75,6 +75,13 @@ def test_the_folder_generates_what_the_plan_does(trained: Path, tmp_path: Path) 
     assert output == works("generate", trained, *words, "--weights", "int8").stdout
 
 
+def test_a_chat_template_comes_along(trained: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(trained, tmp_path / "book"))
+    (copy / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    works("quantize", copy)
+    assert (tmp_path / "book-int8/chat_template.jinja").read_text() == "{{ messages[0].content }}"
+
+
 def test_images(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     size = {"d_model": 8, "n_layers": 1, "n_heads": 2}

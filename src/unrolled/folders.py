@@ -11,6 +11,9 @@ from unrolled.files import system_errors
 RUN_FILE = "run.yaml"
 """The file of a run that has all its settings."""
 
+TEMPLATE_FILE = "chat_template.jinja"
+"""The file that says how the messages of a chat become one text, as in folders of transformers."""
+
 LOCK = ".lock"
 STAGING = ".unrolled-staging"
 

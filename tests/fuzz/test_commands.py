@@ -138,6 +138,7 @@ OPTIONS = {
         "--states": (["memory:"], ["{world}", "{world}/text.txt", "ftp://x"]),
         "--ttl": (["30d"], ["0s", "-1d", "3", "d", ""]),
         "--state-bytes": SIZE,
+        "--prefix-memory": SIZE,
         "--state-memory": SIZE,
         "--deterministic": FLAG,
         "--keys": ([], ["{world}/none", "{world}/empty"]),

@@ -343,6 +343,25 @@ def test_a_conversation_is_not_read_again(length):
     assert first.cached == length + 19
 
 
+@pytest.mark.parametrize("waits", [False, True], ids=["running", "waiting"])
+def test_cancelling_ends_the_iteration(waits, monkeypatch):
+    model = decoder()
+    engine = made(model, rows=1)
+    monkeypatch.setattr(engine._writing, "draw", lambda most: [])  # no further event comes
+
+    async def go():
+        runs = [engine.submit(job(model, [1], 10)), engine.submit(job(model, [2], 10))]
+        read = asyncio.create_task(result(runs[waits]))
+        await asyncio.sleep(0.1)
+        runs[waits].cancel()
+        with pytest.raises(EngineError, match="given up"):
+            await asyncio.wait_for(read, 5)
+        runs[not waits].cancel()
+
+    asyncio.run(go())
+    engine.drain(5)
+
+
 def test_cancelling_frees_the_rows():
     model = decoder()
     engine = made(model, rows=1)

@@ -152,6 +152,16 @@ def test_each_request_has_a_line_and_an_id(caplog: pytest.LogCaptureFixture) -> 
     assert lines[0].keys() >= {"time", "client", "method", "seconds"}
 
 
+def test_a_stream_that_is_cut_is_told_in_the_log_and_in_the_metrics(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    http = client(served(FakeEngine(fails=TimedOutError())))
+    body = {"model": "book", "prompt": "a", "stream": True}
+    assert "deadline_exceeded" in http.post("/v1/completions", json=body).text
+    [line] = [json.loads(x.message) for x in caplog.records if x.name == "unrolled.serving.requests"]
+    assert (line["status"], line["cut"]) == (200, "deadline_exceeded")
+    assert 'unrolled_cut_streams_total{reason="deadline_exceeded"} 1.0' in http.get("/metrics").text
+
+
 def test_metrics_count_what_was_done() -> None:
     http = client()
     state = post(http, prompt="ab", keep=True, n=1)["state"]

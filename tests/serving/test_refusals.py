@@ -225,6 +225,25 @@ def test_bodies_that_are_no_requests(content: bytes, kind: str, message: str) ->
     assert error(answer, 400)["message"].startswith(message)
 
 
+def test_a_prompt_that_is_one_text_is_described_as_such() -> None:
+    http = client()
+    found = error(http.post("/tokenize", json={}), 400)
+    assert (found["message"], found["code"]) == ("prompt is missing", "missing_field")
+    found = error(http.post("/tokenize", json={"prompt": ["a"]}), 400)
+    assert (found["message"], found["param"]) == ("prompt: input should be a valid string", "prompt")
+
+
+def test_more_log_probabilities_of_prompts_than_memory_holds() -> None:
+    engine = FakeEngine()
+    http, body = client(served(engine)), {"model": "book", "echo": True, "max_tokens": 0}
+    asked = body | {"prompt": ["a" * 40_000, "b" * 10_000], "logprobs": 20}
+    found = error(http.post(COMPLETIONS, json=asked), 400)
+    assert (found["param"], found["code"]) == ("logprobs", "too_large")
+    assert "1050000 log probabilities of prompts, but at most 1000000" in found["message"]
+    assert not engine.jobs
+    assert http.post(COMPLETIONS, json=asked | {"echo": False}).status_code == 200
+
+
 def test_characters_outside_the_vocabulary() -> None:
     from unrolled.data import Vocabulary
     from unrolled.serving.text import VocabularyText

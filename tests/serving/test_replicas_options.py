@@ -77,8 +77,8 @@ def test_every_option_reaches_what_it_is_for(monkeypatch: pytest.MonkeyPatch, tm
     (tmp_path / "keys").write_text("secret\n")
     given: dict[str, Any] = {
         "folders": ["a"], "states": "x", "name": "mine", "host": "::1", "port": 9, "weights": "int8", "rows": 2,
-        "memory": 3, "queue": 4, "timeout": 5.0, "ttl": 7_200.0, "state_bytes": 6, "state_memory": 7,
-        "deterministic": True, "keys": tmp_path / "keys", "rate": "8/minute", "origin": "http://page",
+        "memory": 3, "prefix_memory": 0, "queue": 4, "timeout": 5.0, "ttl": 7_200.0, "state_bytes": 6,
+        "state_memory": 7, "deterministic": True, "keys": tmp_path / "keys", "rate": "8/minute", "origin": "http://page",
     }  # fmt: skip
     assert given.keys() == Options.model_fields.keys()
     options = Options(**given)
@@ -86,7 +86,7 @@ def test_every_option_reaches_what_it_is_for(monkeypatch: pytest.MonkeyPatch, tm
     assert opened["model"] == {
         "name": "mine",
         "weights": "int8",
-        "limits": Limits(rows=2, memory=3, queue=4, threads=10),
+        "limits": Limits(rows=2, memory=3, prefix_memory=0, queue=4, threads=10),
         "deterministic": True,
     }
     states = options.open_states()

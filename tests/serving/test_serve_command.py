@@ -118,6 +118,7 @@ def test_no_password_is_shown() -> None:
         (["FOLDER", "FOLDER", "--name", "a"], "--name is a, but there are 2 models"),
         (["FOLDER", "FOLDER"], "models have the names"),
         (["FOLDER", "--memory", "much"], "--memory is much, but must be a size such as 4GB or 512MiB"),
+        (["FOLDER", "--prefix-memory", "much"], "--prefix-memory is much, but must be a size"),
         (["FOLDER", "--state-memory", "0"], "--state-memory is 0, but must be a size"),
         (["FOLDER", "--ttl", "long"], "--ttl is long, but must be a time such as 30d, 12h, 15m or 90s"),
         (["FOLDER", "--host", "0.0.0.0"], "host is 0.0.0.0, which other machines can reach, so keys"),

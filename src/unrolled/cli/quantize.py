@@ -41,7 +41,7 @@ def quantize(
     """
     from unrolled.cli._models import load_for
     from unrolled.decode import packed_form, plan
-    from unrolled.folders import RUN_FILE, check_folder, writing_folder
+    from unrolled.folders import RUN_FILE, TEMPLATE_FILE, check_folder, writing_folder
     from unrolled.models.saving import PLAN_FILE, WEIGHTS_FILE
 
     if packed_form(run_dir) is not None:
@@ -57,8 +57,9 @@ def quantize(
     check_folder(out, f"the same weights of {run_dir}", lambda: _same(out, planned), force=force)
     with writing_folder(out, [WEIGHTS_FILE]) as folder:  # a weights file there would be read instead
         planned.save(folder)
-        if (run_dir / RUN_FILE).exists():
-            shutil.copyfile(run_dir / RUN_FILE, folder / RUN_FILE)
+        for name in (RUN_FILE, TEMPLATE_FILE):
+            if (run_dir / name).exists():
+                shutil.copyfile(run_dir / name, folder / name)
     before, after = (
         (folder / name).stat().st_size for folder, name in ((run_dir, WEIGHTS_FILE), (out, PLAN_FILE))
     )

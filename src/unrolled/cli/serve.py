@@ -43,6 +43,9 @@ def serve(
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Maximum continuations at a time, per model.")] = 256,
     memory: Annotated[str, typer.Option(help="Memory for states of running requests, per model.")] = "4GB",
+    prefix_memory: Annotated[
+        str, typer.Option(help="Memory for states of prompts that begin alike, per model; 0 keeps none.")
+    ] = "256MB",
     queue: Annotated[int, typer.Option(min=1, help="Maximum number of waiting requests, per model.")] = 256,
     timeout: Annotated[float, typer.Option(min=0.001, help="Maximum seconds of a request.")] = 300,
     states: Annotated[
@@ -100,6 +103,7 @@ def serve(
     if name is not None and len(sources) > 1:
         raise ValueError(f"--name is {name}, but there are {len(sources)} models: serve one, or leave it out")
     size = _bytes("--memory", memory)
+    prefixes = _bytes("--prefix-memory", prefix_memory, least=0)
     most = None if state_bytes is None else _bytes("--state-bytes", state_bytes)
     at_hand = _bytes("--state-memory", state_memory)
     if states == "":
@@ -129,6 +133,7 @@ def serve(
         weights=weights,
         rows=rows,
         memory=size,
+        prefix_memory=prefixes,
         queue=queue,
         timeout=timeout,
         ttl=None if ttl is None else seconds("--ttl", ttl),
@@ -205,14 +210,14 @@ def _without_password(url: str) -> str:
     return shown.partition("?")[0] if "://" in url else shown
 
 
-def _bytes(option: str, text: str) -> "ByteSize":
+def _bytes(option: str, text: str, least: int = 1) -> "ByteSize":
     """Read a size such as 4GB or 512MiB."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     try:
         size = TypeAdapter(ByteSize).validate_python(text)
     except ValidationError:
-        size = ByteSize(0)
-    if size < 1:
+        size = ByteSize(-1)
+    if size < least:
         raise ValueError(f"{option} is {text}, but must be a size such as 4GB or 512MiB")
     return size

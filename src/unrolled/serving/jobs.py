@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from unrolled.decode.request import Sampling
@@ -143,8 +144,10 @@ class Run:
         self._events: asyncio.Queue[Event | EngineError] = asyncio.Queue()
 
     def cancel(self) -> None:
-        """Give up the job, which frees its rows."""
+        """Give up the job, which frees its rows, and end the iteration; any thread may call it."""
         self.cancelled = True
+        with suppress(RuntimeError):  # the loop was closed: nobody listens
+            self.loop.call_soon_threadsafe(self.deliver, EngineError("the job was given up"))
         self._wake()
 
     @property

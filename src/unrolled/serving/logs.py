@@ -32,6 +32,7 @@ class Record:
         read: number of tokens of states and prompts.
         cached: number of these tokens that were not read again.
         drawn: number of new tokens.
+        cut: why a stream ended early: the code of its error event, or "client_closed"; else None.
     """
 
     id: str
@@ -41,6 +42,7 @@ class Record:
     read: int = 0
     cached: int = 0
     drawn: int = 0
+    cut: str | None = None
 
 
 def record_of(connection: HTTPConnection) -> Record:
@@ -90,6 +92,8 @@ class Logged:
         found = scope.get("route")  # the route of a file of the page has only a path
         route = getattr(found, "path_format", getattr(found, "path", "none"))
         self._metrics.requests.labels(route, record.status).inc()
+        if record.cut is not None:
+            self._metrics.cut.labels(record.cut).inc()
         line = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "id": record.id,
@@ -101,6 +105,7 @@ class Logged:
             "read": record.read,
             "cached": record.cached,
             "drawn": record.drawn,
+            "cut": record.cut,
         }
         requests.info("%s", json.dumps(line))
 

@@ -24,6 +24,9 @@ class Metrics:
         self.requests = Counter(
             "unrolled_requests", "Requests by route and status.", ["route", "status"], registry=registry
         )
+        self.cut = Counter(  # their status is 200, which was sent before
+            "unrolled_cut_streams", "Streams that ended early, by reason.", ["reason"], registry=registry
+        )
         tokens = Counter("unrolled_tokens", "Tokens by what became of them.", ["kind"], registry=registry)
         self.read = tokens.labels("read")
         self.cached = tokens.labels("cached")

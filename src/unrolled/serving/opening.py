@@ -29,6 +29,7 @@ class Options(BaseModel):
         weights: the form that the weights are rounded to; None keeps the form in the folders.
         rows: maximum number of continuations at a time, per model.
         memory: maximum memory for the states of running requests, per model, such as "4GB".
+        prefix_memory: maximum memory for states of prompts that may begin others, per model; 0 keeps none.
         queue: maximum number of requests that wait, per model.
         timeout: maximum time of a request, in seconds.
         ttl: drop states that were not used for this time: a number of seconds, or a text such as "30d".
@@ -51,6 +52,7 @@ class Options(BaseModel):
     weights: Weights | None = None
     rows: Annotated[int, Field(ge=1)] = 256
     memory: Size = ByteSize(4 * 10**9)
+    prefix_memory: Annotated[ByteSize, Field(ge=0)] = ByteSize(256 * 10**6)
     queue: Annotated[int, Field(ge=1)] = 256
     timeout: Annotated[float, Field(ge=0.001)] = 300.0
     ttl: Annotated[float, Field(gt=0)] | None = None
@@ -82,7 +84,13 @@ class Options(BaseModel):
         """
         if self.name is not None and len(self.folders) > 1:
             raise ValueError(f"name is {self.name!r}, but there are {len(self.folders)} models")
-        limits = Limits(rows=self.rows, memory=self.memory, queue=self.queue, threads=threads)
+        limits = Limits(
+            rows=self.rows,
+            memory=self.memory,
+            prefix_memory=self.prefix_memory,
+            queue=self.queue,
+            threads=threads,
+        )
         return [
             open_model(
                 folder, name=self.name, weights=self.weights, limits=limits, deterministic=self.deterministic

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from unrolled.data import VOCABULARY_FILE, TokenTexts, Vocabulary, byte_letters
 from unrolled.extras import how_to_install
+from unrolled.folders import TEMPLATE_FILE
 from unrolled.serving.snapshot import MOST_HELD
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TEMPLATE_FILE = "chat_template.jinja"
 BROKEN = "\ufffd"
 BYTE = re.compile("<0x([0-9A-F]{2})>")  # names of tokens that are bytes, in tokenizers of the Llama type
 _BYTES = [bytes([id]) for id in range(256)]

@@ -96,7 +96,8 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     param = ".".join(names) or place[0]
     if first["type"] == "extra_forbidden":
         return invalid(f"{param} is not a known field", param, "unknown_field")
-    wanted = next((name for name in names if name in WANTED), None)
+    # A union tried types, which follow the field; a field of one type in another body has no such place.
+    wanted = next((name for name in place[:-1] if name in WANTED), None)
     if wanted is not None:
         param = ".".join(names[: names.index(wanted) + 1])
         return invalid(f"{param} must be {WANTED[wanted]}", param)

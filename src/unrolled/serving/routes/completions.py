@@ -22,6 +22,8 @@ from unrolled.serving.streams import Chunks, stream
 
 router = APIRouter()
 MOST_PROMPTS = 128
+MOST_TOLD = 1_000_000
+"""Maximum number of log probabilities of prompts in one answer, which takes about 200 bytes for each."""
 
 
 @router.post("/v1/completions", responses=answers(Completion, stream=True))
@@ -42,6 +44,14 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
         else check_ids(x, served.vocab_size, "prompt")
         for x in body.prompts
     ]
+    tells_prompts = bool(body.echo) and body.logprobs is not None
+    told = sum(map(len, prompts)) * (body.n or 1) * (1 + (body.logprobs or 0))
+    if tells_prompts and told > MOST_TOLD:
+        raise invalid(
+            f"logprobs asks for {told} log probabilities of prompts, but at most {MOST_TOLD} are reported",
+            "logprobs",
+            "too_large",
+        )
     before = [] if state is None else [state.pending]
     texts = [
         x if isinstance(x, str) else await aside(size, partial(served.text.reader(before), x, final=True))
@@ -57,7 +67,7 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
         param="prompt",
         default=DEFAULT_TOKENS,
         logprobs=body.logprobs,
-        prompt_logprobs=bool(body.echo) and body.logprobs is not None,
+        prompt_logprobs=tells_prompts,
     )
     completion = _Completion(served, body, prompts, texts, continuing)
     if body.stream:
