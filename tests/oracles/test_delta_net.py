@@ -45,6 +45,19 @@ def test_fla_gated_delta_rule(form):
 
 
 @pytest.mark.parametrize("form", ["recurrent", "chunk"])
+def test_fla_kimi_delta_attention(form):
+    naive = pytest.importorskip("fla.ops.kda.naive")
+    q, k, v, beta, log_decay = inputs = random_inputs()
+    log_decay = inputs[4] = (log_decay.detach().unsqueeze(-1) * k.detach().abs()).requires_grad_()
+    function = getattr(naive, f"naive_{form}_kda")
+    theirs, state = function(q, k, v, g=log_decay, beta=beta, output_final_state=True)
+    ours, our_state = delta_rule(q * D**-0.5, k, v, beta, log_decay=log_decay)
+    what = f"delta rule with a gate for every feature, {form}"
+    assert_all_agree(ours, theirs, inputs, what, library="fla-core 0.6.0")
+    assert_agree(our_state, state, f"{what}, state")
+
+
+@pytest.mark.parametrize("form", ["recurrent", "chunk"])
 @pytest.mark.parametrize(
     ("family", "name"),
     [("qwen3_next", "torch_{}_gated_delta_rule"), ("kimi_linear", "{}_kimi_delta_attention")],

@@ -1,14 +1,35 @@
-"""The layer of RWKV-7 against the `rwkv` package of its author."""
+"""The layer of RWKV-7 against the `rwkv` package of its author, and its rule against fla."""
 
 import importlib
 
 import pytest
 import torch
 from agreement import assert_agree
+from oracles.comparing import assert_all_agree
+from torch.nn.functional import normalize
 
 from unrolled.attention.rwkv7 import MIXTURES, RWKV7
+from unrolled.ops.dplr import dplr
 
 LIBRARY = "rwkv 0.8.32"
+
+
+@pytest.mark.parametrize("form", ["recurrence", "chunkwise"])
+def test_fla_diagonal_plus_low_rank(form):
+    naive = pytest.importorskip("fla.ops.generalized_delta_rule.dplr.naive")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, a = torch.randn(4, 2, 192, 2, 8, generator=generator).unbind()
+    a = normalize(a, dim=-1)
+    b = -a * torch.rand(2, 192, 2, 1, generator=generator)
+    log_decay = -0.2 * torch.rand(q.shape, generator=generator)
+    inputs = [x.requires_grad_() for x in (q, k, v, a.detach(), b.detach(), log_decay)]
+    q, k, v, a, b, log_decay = inputs
+    heads_first = [x.transpose(1, 2) for x in inputs]
+    theirs, theirs_after = getattr(naive, f"dplr_{form}")(*heads_first)
+    ours, after = dplr(q * 8**-0.5, k, v, a, b, log_decay)
+    what = f"diagonal plus low rank, {form}"
+    assert_all_agree(ours, theirs.transpose(1, 2), inputs, what, library="fla-core 0.6.0")
+    assert_agree(after, theirs_after, f"{what}, state", library="fla-core 0.6.0")
 
 
 @torch.no_grad()
