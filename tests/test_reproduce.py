@@ -218,6 +218,43 @@ def test_wrong_settings_are_found_before_any_training(tiny: Path) -> None:
     assert not (tiny.parent / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.length": 99}, "the model has 8 positions, but must have at least 99"),
+        ({"data.n_symbols": 20}, "model.vocab_size is 11, but must be 21"),
+        ({"model.d_ff": 99}, "the trained weights do not fit"),
+    ],
+    ids=str,
+)
+def test_a_model_that_cannot_be_evaluated_is_not_trained(
+    tiny: Path, changes: dict[str, object], message: str
+) -> None:
+    base = TINY["base"] | {"model": TINY["base"]["model"] | {"positions": "learned"}}
+    changed = TINY | {"base": base, "evaluate": {"longer": changes}}
+    tiny.write_text(yaml.safe_dump(changed, sort_keys=False))
+    told = error("reproduce", tiny, "--out", tiny.parent / "out")
+    assert "lr=0.001,seed=3 cannot be evaluated as 'longer': " in told
+    assert message in told
+    assert not (tiny.parent / "out").exists()
+
+
+def test_a_run_with_other_settings_is_resumed_by_no_option_that_does_not_exist(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_experiments, "_written", stopped)
+    arguments = ["reproduce", tiny, "--out", tiny.parent / "out"]
+    assert run(*arguments).exit_code == 130
+    changed = TINY | {"base": TINY["base"] | {"model": TINY["base"]["model"] | {"n_heads": 2}}}
+    tiny.write_text(yaml.safe_dump(changed, sort_keys=False))
+    assert "n_heads was 1 and is now 2 (to start over, add --fresh, or for reproduce remove the folder" in (
+        error(*arguments)
+    )
+
+
 def test_the_report_names_what_the_runs_were_trained_on(tiny: Path) -> None:
     experiment = made_of(TINY, tiny).at("quick")
     runs = {

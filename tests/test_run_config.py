@@ -25,6 +25,42 @@ def settings(tmp_path: Path) -> list[str]:
     return ["data.name=text", f"data.path={text}", "data.length=16", f"run_dir={tmp_path / 'run'}"]
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "train: {lr: 1e-3}\nmodel: {}\ntrain: {steps: 7}\n",
+            "the key train is there twice, in lines 1 and 3",
+        ),
+        ("contenders:\n  a: {x: 1}\n  a: {x: 2}\n", "the key a is there twice, in lines 2 and 3"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        run_config.read(tmp_path / "run.yaml", [])
+
+
+def test_a_number_may_begin_with_zeros() -> None:
+    overrides = ["train.seed=010", "train.steps=-007", "train.threads=0x10", "train.log_every=1_000"]
+    assert run_config.read(None, overrides)["train"] == {
+        "seed": 10, "steps": -7, "threads": 16, "log_every": 1000
+    }  # fmt: skip
+
+
+def test_the_keys_of_merged_mappings_may_be_overridden(tmp_path: Path) -> None:
+    text = "a: &a {lr: 1, steps: 2}\nb: &b {<<: *a, lr: 3}\nc: {<<: *b, steps: 4}\nd: {<<: *b}\n"
+    (tmp_path / "run.yaml").write_text(text)
+    found = run_config.read(tmp_path / "run.yaml", [])
+    assert (found["c"], found["d"]) == ({"lr": 3, "steps": 4}, {"lr": 3, "steps": 2})
+
+
+def test_an_override_changes_only_what_it_names(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model: {attention_options: {linear: &x {conv: 4}, delta_net: *x}}\n")
+    found = run_config.read(tmp_path / "run.yaml", ["model.attention_options.linear.conv=2"])
+    assert found == {"model": {"attention_options": {"linear": {"conv": 2}, "delta_net": {"conv": 4}}}}
+
+
 def test_the_model_takes_its_vocabulary_from_the_data(settings: list[str]) -> None:
     run = run_config.resolve(run_config.read(None, settings))
     assert run.model.vocab_size == len(set(TEXT))

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from unrolled.bench.fits import exponent
-from unrolled.bench.report import Report, Row, case_text, markdown
+from unrolled.bench.report import Report, Row, case_text, markdown, table
 
 MACHINE = {
     "date": "2026-01-01 00:00:00+0000",
@@ -75,8 +75,13 @@ def test_the_text_of_a_case(report):
 
 def test_every_line_of_a_table_has_as_many_cells(report):
     text = case_text(report, "case", "What it asks.", "N")
-    for table in (part for part in text.split("\n\n") if part.startswith("|")):
-        assert len({line.count("|") for line in table.splitlines()}) == 1
+    for found in (part for part in text.split("\n\n") if part.startswith("|")):
+        assert len({line.count("|") for line in found.splitlines()}) == 1
+
+
+def test_a_bar_in_a_cell_ends_no_cell():
+    text = table(["contender", "loss"], [["soft|max", "1"]])
+    assert text.splitlines()[-1] == r"| soft\|max | 1 |"
 
 
 def test_the_machine_and_its_limits_are_reported(report):

@@ -58,6 +58,12 @@ def test_the_experiments_of_the_library_can_be_run(name, monkeypatch):
                 run_config.resolve(values)
 
 
+def test_a_scale_leaves_contenders_different():
+    contenders = {"narrow": {"model.d_model": 8}, "wide": {"model.d_model": 16}}
+    with pytest.raises(ValueError, match=r"narrow and wide in contenders of .* same at the scale quick"):
+        tiny(contenders=contenders, scales={"quick": {"model.d_model": 32}, "full": None})
+
+
 def test_a_scale_changes_all_contenders_and_a_contender_the_base():
     quick = tiny(contenders={"a": {"train.steps": 9, "model.n_heads": 2}}, expect=None).at("quick")
     [trial, other] = quick.sweeps("a")

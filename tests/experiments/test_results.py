@@ -99,6 +99,16 @@ def test_a_contender_that_diverged_is_no_better_than_any_other():
     assert [x.held for x in results.verdicts()] == [False] * 3
 
 
+def test_a_quotient_by_zero_is_no_number_in_json():
+    runs = {}
+    results = Results(tiny(seeds=[0], expect=['loss["wide"] / (loss["wide"] - loss["wide"]) > 2']), runs)
+    for trial in tiny().sweeps("wide"):
+        runs[trial.folder] = figures(0.5)
+    [told] = results.to_json()["expectations"]
+    assert (told["held"], told["sides"]) == (False, (None, 2.0))
+    json.dumps(results.to_json(), allow_nan=False)
+
+
 def test_times_of_two_processors_are_not_compared():
     runs = {}
     experiment = tiny(

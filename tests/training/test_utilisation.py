@@ -52,6 +52,18 @@ def test_the_log_and_a_dry_run_tell_the_share(tmp_path):
     assert 0 < forecast.mfu < 1
 
 
+def test_the_speed_is_that_of_the_tokens_that_are_read(tmp_path):
+    copies = data.load("copy", length=16, val_size=4)  # at most half of the tokens are targets
+    model = decoder(copies.vocab_size)
+    train(model, copies, SHORT, tmp_path)
+    torch.set_num_threads(1)
+    per_second = speed_of_products(torch.device("cpu"), bf16=False)
+    for line in (x for x in read_log(tmp_path / "log.jsonl") if x["event"] == "train"):
+        flops = line["tokens_per_second"] * flops_per_token(model)
+        assert line["mfu"] == pytest.approx(flops / per_second)
+    assert dry_run(model, copies, SHORT).tokens == 4 * 16
+
+
 def test_translations_have_no_share(tmp_path):
     class Translations(Cycles):
         """Sources and targets of equal lengths, which are no inputs with a target each."""

@@ -196,4 +196,5 @@ def _details(rows: Sequence[Row], axis: str) -> str:
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table with right-aligned numbers."""
     rule = ["---" if name == "contender" else "---:" for name in header]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, rule, *lines])
+    rows = [[cell.replace("|", r"\|") for cell in cells] for cells in [header, rule, *lines]]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)

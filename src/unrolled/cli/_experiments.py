@@ -221,6 +221,7 @@ def _measured(
         write_file(run_dir / FIGURES, f"{json.dumps(found, indent=1)}\n")
         return found
     model = run.new_model(device)
+    _check_evaluations(experiment, run, values, model)
     try:
         result = training.train(
             model,
@@ -252,6 +253,28 @@ def _measured(
         "batch": batch,
     }
     return _written(figures, experiment, trial, run_dir, device)
+
+
+def _check_evaluations(
+    experiment: Experiment, run: run_config.Run, values: Mapping[str, Any], model: Any
+) -> None:
+    """Check before the training that the model of a run can be evaluated as the experiment says.
+
+    Raises:
+        ValueError: an evaluation has data that the model cannot read, or weights of other shapes.
+    """
+    for name, changes in experiment.evaluate.items():
+        settings = {key: value for key, value in changes.items() if key != SPECTRUM}
+        if not settings:
+            continue
+        try:
+            other = run_config.resolve(experiments.merged(values, settings))
+            if any(key.startswith("model.") for key in settings):
+                _refilled(other, model, name)
+            else:
+                run_config.check_fit(run.model, other.dataset, run.kind)
+        except ValueError as error:
+            raise ValueError(f"{run.run_dir} cannot be evaluated as {name!r}: {error}") from error
 
 
 def _written(

@@ -156,11 +156,11 @@ def read(path: Path | None, overrides: Sequence[str], data_dir: Path | None = No
         *sections, last = key.split(".")
         target = values
         for section in sections:
-            if target.get(section) is None:
-                target[section] = {}
+            found = {} if target.get(section) is None else target[section]
+            if not isinstance(found, dict):
+                raise ValueError(f"override {override!r} sets a part of {section}, which is {found!r}")
+            target[section] = dict(found)  # a copy: an alias of YAML may stand for the same dict elsewhere
             target = target[section]
-            if not isinstance(target, dict):
-                raise ValueError(f"override {override!r} sets a part of {section}, which is {target!r}")
         target[last] = _value(value, f"override {override!r}")
     if data_dir is not None:
         options = values.get("data") or {}
@@ -280,22 +280,25 @@ def _model(kind: type[SavedModel], dataset: data.BaseDataset, given: Mapping[str
     fields_given = dict(given)
     if fields_given.get("positions") == "axial":
         fields_given.setdefault("axial_shape", dataset.vocabulary.shape)
-    from_data = kind.config_type.from_data()
-    facts = {key: getattr(dataset, attribute) for key, attribute in from_data.items()}
+    facts = _facts(kind, dataset)
     # Where the data set has None, False or 0, the model keeps its default.
     follows = {key: fact for key, fact in facts.items() if fact}
     model: ModelConfig = kind.config_type(**(follows | fields_given))
-    _check_fit(model, dataset, kind.model_name, facts)
+    check_fit(model, dataset, kind)
     return model
 
 
-def _check_fit(
-    model: ModelConfig, dataset: data.BaseDataset, model_name: str, facts: Mapping[str, Any]
-) -> None:
+def _facts(kind: type[SavedModel], dataset: data.BaseDataset) -> dict[str, Any]:
+    """Return the fields of a model's config that follow from the data, as the data set has them."""
+    return {key: getattr(dataset, attribute) for key, attribute in kind.config_type.from_data().items()}
+
+
+def check_fit(model: ModelConfig, dataset: data.BaseDataset, kind: type[SavedModel]) -> None:
     """Raise ValueError if a model is too small for the data set, or needs a data set with other options.
 
     A model of byte pairs may have more ids than the data; with other data, each id has a meaning.
     """
+    model_name, facts = kind.model_name, _facts(kind, dataset)
     for attribute, expected in model.needs.items():
         if (found := getattr(dataset, attribute)) != expected:
             raise ValueError(f"data.{attribute} is {found}, but must be {expected} for this {model_name}")
@@ -347,8 +350,25 @@ def _parse(text: str, source: str) -> Any:
 class _Loader(yaml.SafeLoader):
     """Reads `1e-3` as a number, as YAML 1.2 does; YAML 1.1 reads it as text, and requires `1.0e-3`.
 
-    `None` is null, as in Python and in the messages of this library.
+    `None` is null, as in Python and in the messages of this library. A key that is twice in a mapping is an
+    error, as in YAML 1.2; PyYAML would silently drop the first.
     """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Compose a mapping and check its keys. Those of `<<`, which they may override, are added later."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            name, line = (key.tag, str(key.value)), key.start_mark.line + 1
+            if name in lines:
+                raise yaml.YAMLError(f"the key {key.value} is there twice, in lines {lines[name]} and {line}")
+            lines[name] = line
+        return node
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Read `010` as ten, as YAML 1.2 does; in YAML 1.1, it is eight."""
+        text = self.construct_scalar(node)
+        return int(text) if re.fullmatch(r"[-+]?\d+", str(text)) else super().construct_yaml_int(node)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -356,6 +376,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
     _class.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"None$"), ["N"])

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from unrolled.experiments.definition import SEED, SMOKE, SPECTRUM, Experiment, not_in_names
+from unrolled.experiments.definition import SEED, SMOKE, SPECTRUM, Experiment, merged, not_in_names
 from unrolled.ops.options import at_least
 
 _KINDS = {
@@ -54,7 +55,21 @@ def made_of(values: Mapping[str, Any], source: Path) -> Experiment:
         experiment.expectations  # noqa: B018  # parses them
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
+    _check_distinct(experiment, source)
     return experiment
+
+
+def _check_distinct(experiment: Experiment, source: Path) -> None:
+    """Raise ValueError if a scale sets all that tells two contenders apart."""
+    for scale in experiment.scales:
+        at = experiment.at(scale)
+        values = {name: merged(at.base, settings) for name, settings in at.contenders.items()}
+        for one, other in combinations(values, 2):
+            if values[one] == values[other] and experiment.contenders[one] != experiment.contenders[other]:
+                raise ValueError(
+                    f"{one} and {other} in contenders of {source} are the same at the scale {scale}, which "
+                    "sets for all contenders what tells them apart"
+                )
 
 
 def _check_keys(values: Mapping[str, Any], source: Path) -> None:

@@ -156,7 +156,7 @@ class Results:
         return {
             "experiment": experiment.name,
             **{name: {"header": header, "lines": lines} for name, (header, lines) in tables.items()},
-            "expectations": [verdict._asdict() for verdict in self.verdicts()],
+            "expectations": [_as_json(verdict) for verdict in self.verdicts()],
             "runs": {
                 folder.as_posix(): {"settings": experiment.values(trial), **self.runs[folder]}
                 for name in experiment.contenders
@@ -190,6 +190,12 @@ class _Judge:
             if len(self._processors) > 1:
                 return None
         return mean.mean
+
+
+def _as_json(verdict: Verdict) -> dict[str, Any]:
+    """Return a verdict as JSON values: JSON has no NaN, which is a quotient by 0."""
+    sides = verdict.sides and tuple(x if math.isfinite(x) else None for x in verdict.sides)
+    return verdict._asdict() | {"sides": sides}
 
 
 def mean_of(values: Sequence[float]) -> Mean:

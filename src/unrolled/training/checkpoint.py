@@ -36,7 +36,7 @@ from unrolled.training.spread import Spread, local, part_of
 
 FILE = "last.safetensors"
 JSON_KEY = "unrolled.training"
-START_OVER = "(to start over, add --fresh; in Python, resume=False)"
+START_OVER = "(to start over, add --fresh, or for reproduce remove the folder; in Python, resume=False)"
 CHECKSUMS = ("data.first_batch", "data.first_eval_batch", "data.ids_checksum")
 """What stands for the data in the description of a run."""
 
@@ -66,8 +66,8 @@ class Recent:
 
     @property
     def speed(self) -> float:
-        """Tokens trained on per second."""
-        return self.tokens / self.seconds
+        """Tokens that the model has read per second; targets, if its inputs are not tokens."""
+        return (self.read or self.tokens) / self.seconds
 
 
 @dataclass

@@ -45,7 +45,8 @@ class Forecast:
         step: first step; above 0 if the run resumes from a checkpoint.
         steps: last step; an estimate if `config.seconds` is set.
         measured: number of steps measured.
-        tokens: targets per step, a mean over the measured steps.
+        tokens: tokens that the model reads per step, or targets if its inputs are not tokens; a mean over the
+            measured steps.
         mfu: the share of the processors' speed that a step uses (`unrolled.training.utilisation`); None if no
             step is left, the inputs are not tokens, or `config.clock` is "cpu".
         step_seconds: median time of a step; 0 if none is left. All times are on the clock of `config`.
@@ -115,7 +116,7 @@ def dry_run(
         watched_step = WATCHED if config.seconds is not None else min(WATCHED, config.steps - first - 1)
         taken: Taken | None = None
         seconds: list[float] = []
-        targets: list[int] = []
+        tokens: list[int] = []
         flops = 0
         processors = processes.sum([speed_of_products(device, bf16=config.bf16)])[0]
         begin_peak(device)  # without the matrices of this measurement, or an earlier run
@@ -126,7 +127,7 @@ def dry_run(
                 done = _steps.update(state, dataset, config, state.schedule.lr(progress.step))
             taken = taken_now or taken
             seconds.append(processes.from_first(config.now() - began))
-            targets.append(done.targets)
+            tokens.append(done.read or done.targets)
             flops += done.read * flops_per_token(model)
             progress.step += 1
         model.eval()
@@ -152,7 +153,7 @@ def dry_run(
         step=first,
         steps=steps,
         measured=len(seconds),
-        tokens=mean(targets or [0]),
+        tokens=mean(tokens or [0]),
         mfu=flops / len(seconds) / step_seconds / processors if flops and config.clock == "wall" else None,
         step_seconds=step_seconds,
         evaluations=_evaluations(first, steps, config.eval_every),
