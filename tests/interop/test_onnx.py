@@ -17,7 +17,7 @@ from unrolled.contract import UnsupportedError
 from unrolled.generation import generate
 from unrolled.interop.onnx import export, load
 from unrolled.interop.onnx import folder as folder_module
-from unrolled.interop.onnx.forms import log_sigmoid
+from unrolled.interop.onnx.forms import InPlace, log_sigmoid, portable
 from unrolled.interop.onnx.graph import Recurrence, exported
 from unrolled.interop.onnx.record import describe_file
 from unrolled.interop.onnx.speech_manifest import SpeechManifest
@@ -288,9 +288,17 @@ def test_a_graph_is_compared_within_the_positions_of_the_model(max_length):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["similarity", "rfa", "retention", "mamba2", "longformer"])
-def test_mechanisms_that_the_guide_lists_are_traced_for_any_length(attention):
-    traced = exported(Recurrence(make(attention, max_length=20), length="any"))
+@pytest.mark.parametrize(
+    ("attention", "fields"),
+    [
+        *((name, {}) for name in ("similarity", "rfa", "retention", "mamba2", "longformer")),
+        ("window", {"n_kv_heads": 2}),
+        ("linear", {"ff_chunk": 4}),
+    ],
+)
+def test_mechanisms_that_the_guide_lists_are_traced_for_any_length(attention, fields):
+    with InPlace(portable()):
+        traced = exported(Recurrence(make(attention, max_length=20, **fields), length="any"))
     logits = traced.graph.output_node().args[0][0].meta["val"]
     assert [isinstance(size, torch.SymInt) for size in logits.shape] == [True, True, False]
 

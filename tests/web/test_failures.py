@@ -7,7 +7,7 @@ from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
-from browser import IMAGE, TEXT, opened, run, served, state, wait_for
+from browser import IDS, IMAGE, TEXT, opened, run, served, state, wait_for
 
 from unrolled.cli import _page
 
@@ -103,6 +103,18 @@ def test_the_page_stays_with_its_group_if_another_cannot_be_loaded(browser, copy
         other.click()
         wait_for(browser, lambda _: state(browser) == "ready")
         assert len(browser.find_elements("css selector", ".model")) == 2
+
+
+def test_another_group_can_be_chosen_if_the_first_cannot_be_loaded(browser, copy):
+    for path in (copy / GRAPH, *copy.glob("models/text-*/plain.onnx")):
+        path.unlink()
+    with served(copy) as address:
+        browser.get(address)
+        wait_for(browser, lambda _: state(browser) == "failed")
+        for group, end in ((TEXT, "failed"), (IDS, "ready")):
+            browser.find_element("css selector", f"label:has(input[value='{group}'])").click()
+            wait_for(browser, lambda _, end=end: state(browser) == end)
+        assert not browser.find_element("id", "failure").is_displayed()
 
 
 def test_what_was_loaded_needs_no_server(browser, site):

@@ -17,7 +17,7 @@ from unrolled.models.config import Activation, TransformerConfig
 from unrolled.ops.checks import wrong
 from unrolled.ops.dense import Layer, Linear
 from unrolled.ops.dropout import Dropout
-from unrolled.ops.observing import transforming
+from unrolled.ops.observing import exporting, transforming
 from unrolled.ops.replay import as_now
 from unrolled.ops.sequence import inside
 from unrolled.ops.state import Parts
@@ -70,7 +70,7 @@ class FeedForward(Layer):
 
     With a `chunk`, that many positions are computed at a time (Kitaev et al. 2020, "Reformer", arXiv
     2001.04451, section 3). Activations of width d_ff then exist for one chunk only; the backward pass
-    recomputes them.
+    recomputes them. `torch.export` computes all positions at once, since chunks would fix their number.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class FeedForward(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., d_model] -> [..., d_model]."""
-        if self.chunk is None or x.dim() < 3 or x.shape[-2] <= self.chunk:
+        if self.chunk is None or exporting() or x.dim() < 3 or x.shape[-2] <= self.chunk:
             return self._whole(x)
         parts = torch.split(x, self.chunk, dim=-2)
         if not torch.is_grad_enabled() or transforming():  # transforms of `torch.func` refuse checkpoints

@@ -1,6 +1,6 @@
 """What watches or changes the computations of torch: tracing, transforms, autograd, modes and hooks."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,12 @@ def may_read(x: Tensor) -> bool:
     if x.device.type != "cpu" or isinstance(x, FakeTensor):
         return False
     return not torch.compiler.is_compiling() and not transforming()
+
+
+def exporting() -> bool:
+    """Whether torch.export is tracing; PyTorch 2.6 does not tell, so there it counts as not."""
+    told: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+    return told()
 
 
 def transforming() -> bool:

@@ -85,8 +85,9 @@ function load(entry, onBytes) {
   return loaded.get(entry.name);
 }
 
-/** Choose the group again that is still shown, since another one could not be loaded. */
+/** Choose the group again that is still shown, if any, since another one could not be loaded. */
 function stay(name) {
+  if (!group) return;
   const choices = Array.from($("groups").querySelectorAll("input"));
   if (!choices.find((choice) => choice.value === name).checked) return; // another one was chosen in the meantime
   choices.find((choice) => choice.value === group.name).checked = true;

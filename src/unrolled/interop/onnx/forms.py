@@ -227,7 +227,10 @@ def log_sigmoid(x: Tensor) -> Tensor:
 
 
 def _per_query_head(x: Tensor, share: int) -> Tensor:
-    return x if share == 1 else x.repeat_interleave(share, 1)
+    if share == 1:
+        return x
+    heads = torch.arange(x.shape[1] * share, device=x.device) // share
+    return x.index_select(1, heads)  # `repeat_interleave` would make torch's exporter fix T in a window
 
 
 def _divide(num: Tensor, den: Tensor) -> Tensor:
