@@ -79,6 +79,7 @@ def test_a_part_of_a_character_is_held_back_until_the_end(text: Text) -> None:
 @pytest.mark.slow
 @given(st.text(max_size=8), st.integers(0, 40))
 @example("<|end|>", 0)
+@example(" a", 1)
 def test_a_cut_character_is_completed_by_the_next_reader(folder: Path, given_text: str, cut: int) -> None:
     (folder / "bytes").mkdir(exist_ok=True)
     TOKENIZERS["bytes"].save(str(folder / "bytes" / "tokenizer.json"))
@@ -95,6 +96,8 @@ def test_a_cut_character_is_completed_by_the_next_reader(folder: Path, given_tex
         second = text.reader(ids[max(0, cut - 1) : cut], first.held)
         # A Hugging Face tokenizer reads the name of a special token as that token, which has no text.
         expected = given_text.replace("<|end|>", "") if text is pairs else given_text
+        if text is fallback:
+            expected = expected.removeprefix(" ")  # the space that it puts before a text
         assert told + second(ids[cut:], final=True) == expected
 
 
