@@ -4,24 +4,13 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from adapters import Doubled
 
 from unrolled import attention
 from unrolled.ops.state import leaves
 
 CAUSAL = [name for name in attention.names() if attention.load(name).supports.recurrence != "none"]
 OPTIONS = {"linformer": {"max_length": 9}, "spatiotemporal": {"shape": (1, 3, 3)}}
-
-
-class Doubled(nn.Module):
-    """Like an adapter written by hand, it has no `weight`."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base
-
-    def forward(self, x):
-        return 2 * self.base(x)
 
 
 def pair(name, causal, part):

@@ -4,21 +4,10 @@ import copy
 
 import pytest
 import torch
+from adapters import Doubled
 from torch import nn
 
 from unrolled import recurrent
-
-
-class Doubled(nn.Module):
-    """Like an adapter written by hand, it has no `weight`."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base
-
-    def forward(self, x):
-        return 2 * self.base(x)
-
 
 LINEAR = [
     *(("linear_attention", part) for part in ("qkv_proj", "out_proj", "up", "down")),
