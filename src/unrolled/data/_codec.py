@@ -40,7 +40,8 @@ class Codec:
         Raises:
             ValueError: an id is outside the vocabulary.
         """
-        values = torch.as_tensor(ids, dtype=torch.long).tolist()
+        # A server decodes single ids: a tensor of each would take most of the time.
+        values = ids.tolist() if isinstance(ids, Tensor) else [int(i) for i in ids]
         size = 256 if self.vocabulary is None else len(self.vocabulary)
         if values and not 0 <= min(values) <= max(values) < size:
             raise ValueError(
@@ -48,4 +49,4 @@ class Codec:
             )
         if self.vocabulary is None:
             return bytes(values).decode(errors="replace")
-        return "".join(self.vocabulary[i] for i in values)
+        return "".join([self.vocabulary[i] for i in values])

@@ -235,8 +235,5 @@ class Vocabulary(Checked):
         if self.characters is None:
             utf8 = codecs.getincrementaldecoder("utf-8")("replace")
             return lambda token: utf8.decode(bytes([token]))
-        characters = self.characters
-        # Decoding each token by `Codec` would make a tensor of it, which takes 30 times as long.
-        return lambda token: (
-            characters[token] if 0 <= token < len(characters) else Codec(characters).decode([token])
-        )
+        codec = Codec(self.characters)
+        return lambda token: codec.decode([token])
