@@ -239,6 +239,16 @@ def test_a_model_that_cannot_be_evaluated_is_not_trained(
     assert not (tiny.parent / "out").exists()
 
 
+def test_a_model_without_attention_weights_is_not_trained_for_its_spectrum(tiny: Path) -> None:
+    base = TINY["base"] | {"model": TINY["base"]["model"] | {"positions": "rotary"}}
+    changed = TINY | {"base": base, "evaluate": {"longer": {"spectrum": 1}}}
+    tiny.write_text(yaml.safe_dump(changed, sort_keys=False))
+    told = error("reproduce", tiny, "--out", tiny.parent / "out")
+    assert "cannot be evaluated as 'longer': " in told
+    assert "linear attention does not compute weights with these options" in told
+    assert not (tiny.parent / "out").exists()
+
+
 def test_a_run_with_other_settings_is_resumed_by_no_option_that_does_not_exist(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from unrolled.contract import Dataset
 from unrolled.models.blocks import AttentionBlock
 
 EXAMPLES = 64
-"""How many validation examples `mean_mass` averages over."""
+"""How many validation examples `mean_mass` averages over by default."""
 
 
 def spectral_mass(weights: Tensor) -> Tensor:
@@ -61,13 +61,13 @@ def attention_weights(model: nn.Module, layer: int, inputs: Tensor) -> Tensor:
         hook.remove()
 
 
-def mean_mass(model: nn.Module, dataset: Dataset, layer: int) -> float:
-    """Average `spectral_mass` over the heads of a layer and the first `EXAMPLES` of the validation split.
+def mean_mass(model: nn.Module, dataset: Dataset, layer: int, *, examples: int = EXAMPLES) -> float:
+    """Average `spectral_mass` over the heads of a layer and the first examples of the validation split.
 
     Examples are read one by one without their padding. The layer is that of `attention_weights`.
     """
     device, masses = next(model.parameters()).device, []
-    for batch in islice(dataset.eval_batches(1), EXAMPLES):
+    for batch in islice(dataset.eval_batches(1), examples):
         padding = batch.key_padding_mask
         inputs = batch.inputs if padding is None else batch.inputs[:, ~padding[0]]
         masses.append(spectral_mass(attention_weights(model, layer, inputs.to(device))).mean())

@@ -17,6 +17,7 @@ from unrolled.cli._bleu import bleu
 from unrolled.cli._error_rate import error_rate
 from unrolled.cli._overlap import intersection_over_union
 from unrolled.cli._scores import count_splits
+from unrolled.contract import UnsupportedError
 from unrolled.decode import load_model
 from unrolled.experiments import SPECTRUM, Experiment, Figures, Results, Trial
 from unrolled.files import read_object, write_file
@@ -261,20 +262,19 @@ def _check_evaluations(
     """Check before the training that the model of a run can be evaluated as the experiment says.
 
     Raises:
-        ValueError: an evaluation has data that the model cannot read, or weights of other shapes.
+        ValueError: an evaluation has data that the model cannot read, or weights of other shapes, or measures
+            the spectrum of a layer that computes no attention weights.
     """
     for name, changes in experiment.evaluate.items():
-        settings = {key: value for key, value in changes.items() if key != SPECTRUM}
-        if not settings:
-            continue
         try:
-            other = run_config.resolve(experiments.merged(values, settings))
-            if any(key.startswith("model.") for key in settings):
-                _refilled(other, model, name)
-            else:
+            examined, other, layer = _prepared(model, values, name, changes)
+            if examined is model:
                 run_config.check_fit(run.model, other.dataset, run.kind)
-        except ValueError as error:
+            if layer is not None:
+                mean_mass(examined.eval(), other.dataset, layer, examples=1)
+        except (ValueError, UnsupportedError) as error:
             raise ValueError(f"{run.run_dir} cannot be evaluated as {name!r}: {error}") from error
+    model.train()
 
 
 def _written(
@@ -314,14 +314,24 @@ def _evaluated(
     model: Any, values: Mapping[str, Any], name: str, changes: Mapping[str, Any]
 ) -> dict[str, float | None]:
     """Evaluate a trained model with other settings of the data or the model, or measure one of its layers."""
+    model, run, layer = _prepared(model, values, name, changes)
+    return _scores(model, run) if layer is None else {"spectral_mass": mean_mass(model, run.dataset, layer)}
+
+
+def _prepared(
+    model: Any, values: Mapping[str, Any], name: str, changes: Mapping[str, Any]
+) -> tuple[Any, run_config.Run, int | None]:
+    """Return the model and the run of an evaluation, and the layer whose spectrum it measures, if any.
+
+    Raises:
+        ValueError: as `run_config.resolve`, or the weights of `model` do not fit other settings of it.
+    """
     settings = dict(changes)
     layer = settings.pop(SPECTRUM, None)
     run = run_config.resolve(experiments.merged(values, settings))
     if any(key.startswith("model.") for key in settings):
         model = _refilled(run, model, name)
-    if layer is None:
-        return _scores(model, run)
-    return {"spectral_mass": mean_mass(model, run.dataset, layer)}
+    return model, run, layer
 
 
 def _refilled(run: run_config.Run, trained: Any, name: str) -> Any:
