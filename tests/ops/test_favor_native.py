@@ -87,7 +87,9 @@ def results(form, given, phi, exact, *options):
 def assert_as_exact(draw, phi, causal, mask=None, draws=4):
     """Our errors are at most twice those of the definition in fp32.
 
-    Four roundings of a result are allowed in any case: an exponent of 8 is rounded before it is shifted.
+    Four roundings of a result are allowed in any case, since an exponent of 8 is rounded before it is shifted;
+    and the square root of D of them, since an exponent is a sum of D products. How torch sums them depends on
+    the number of features: with five, its error is only half of that with sixteen.
     """
 
     def form(function):
@@ -97,7 +99,13 @@ def assert_as_exact(draw, phi, causal, mask=None, draws=4):
     assert favor.supports(*tokens, causal)
     expected = form(definition)
     exactness.assert_as_exact(
-        NAMES, draw, draws, definition=expected, ours=form(operation), others=[expected], least=4
+        NAMES,
+        draw,
+        draws,
+        definition=expected,
+        ours=form(operation),
+        others=[expected],
+        least=max(4, tokens[0].shape[-1] ** 0.5),
     )
 
 

@@ -40,7 +40,8 @@ class Elu(Elementwise):
     @staticmethod
     def function(x: Tensor) -> Tensor:
         """Map x to elu(x) + 1."""
-        return x.relu() + x.clamp(max=0).exp()
+        # At 0 the gradient is that of `masked_fill`, which is 1. That of `clamp` is 0 since PyTorch 2.14.
+        return x.relu() + x.masked_fill(x > 0, 0).exp()
 
     @staticmethod
     def slope(x: Tensor) -> Tensor:
