@@ -39,6 +39,18 @@ def test_the_error_is_that_of_the_outputs_with_the_same_projections(causal):
     assert row.error == pytest.approx(float((y - expected).norm() / expected.norm()), rel=1e-5)
 
 
+def test_times_are_medians_of_all_turns(monkeypatch):
+    taken = iter([[1.0, 2.0, 9.0], [3.0, 30.0, 4.0]])  # forward, then forward and backward
+    monkeypatch.setattr(comparison, "take_turns", lambda runs, **_: dict.fromkeys(runs, next(taken)))
+    [row] = compare(["softmax"], [5], Settings(**SMALL))
+    assert (row.forward, row.training) == (2.0, 4.0)
+
+
+def test_a_batch_of_sequences_is_measured():
+    one, four = (compare(["softmax"], [32], Settings(**SMALL, batch=batch))[0].memory for batch in (1, 4))
+    assert 3 * one < four <= 4 * one
+
+
 def test_the_flatter_softmax_is_the_closer_comes_linear_attention():
     errors = [compare(["linear"], [64], Settings(**SMALL, spread=s))[1].error for s in (0.1, 3.0)]
     assert errors[0] < errors[1] / 2

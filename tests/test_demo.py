@@ -1,5 +1,6 @@
 """The demo, cut down to a few steps and short positions: a whole report, and nothing half-written."""
 
+import gc
 import importlib
 import json
 import math
@@ -7,6 +8,7 @@ import re
 import shlex
 import sys
 from dataclasses import asdict
+from functools import partial
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -262,6 +264,27 @@ def test_contenders_take_turns_and_the_median_is_reported(monkeypatch):
     assert "".join(order) == "ababab"
     assert costs == {"a": [measure.Cost(7, 3.0, 7)], "b": [measure.Cost(9, 1.0, 9)]}
     assert torch.get_num_threads() == before
+
+
+def test_the_budget_is_shared_equally_by_what_is_timed(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+
+    def passing(seconds: float) -> None:
+        clock[0] += seconds
+
+    runs = {
+        name: partial(passing, seconds) for name, seconds in (("short", 1.0), ("long", 2.0), ("huge", 99))
+    }
+    found = measure.take_turns(runs, least=1, budget=21)
+    assert found == {"short": [1.0] * 6, "long": [2.0] * 3, "huge": [99.0]}  # in 7 s each
+
+
+def test_no_garbage_is_collected_while_a_clock_runs():
+    before, collecting = gc.isenabled(), []
+    measure.take_turns({"a": lambda: collecting.append(gc.isenabled())}, least=2, budget=0)
+    assert collecting == [False, False]
+    assert gc.isenabled() == before
 
 
 def test_peak_bytes_counts_what_is_alive_at_once():

@@ -7,13 +7,17 @@ from unittest import mock
 import pytest
 import torch
 from commands import error, works
+from torch.utils.flop_counter import FlopCounterMode
 
-from unrolled.bench import cases, definitions, runner
+from unrolled.bench import cases, decode, definitions, flops, models, runner
 from unrolled.bench.case import Settings
 from unrolled.bench.machine import Limits
 from unrolled.bench.report import Report
 from unrolled.interop import onnx
 from unrolled.ops import native
+from unrolled.ops.state import nbytes
+
+SIZES = 64, 64, 64  # tokens, and features of keys and of values
 
 
 def test_the_list_names_every_case():
@@ -46,6 +50,85 @@ def test_lengths_replace_lengths_and_nothing_else():
     assert cases.find("linear-forward").chosen_sizes(settings) == (10, 20)
     assert cases.find("step").chosen_sizes(settings) == (1, 16)
     assert cases.find("linear-forward").chosen_sizes(Settings())[-1] == 16_384
+
+
+@pytest.mark.parametrize(
+    ("case", "definition", "of_head"),
+    [
+        ("linear-forward", "linear", flops.linear_attention(*SIZES)),
+        ("linear-training", "softmax", flops.of_head("softmax", 64, 64, True)),
+        ("window-128-0", "window", flops.of_head("softmax", 64, 64, False, left=128)),
+        ("gla-training", "gla", flops.gated_linear_attention(*SIZES, gradients=True)),
+        ("delta-training", "head", flops.delta_rule(*SIZES) + flops.delta_rule_gradient(*SIZES)),
+        ("dplr", "dplr", flops.dplr(*SIZES)),
+        ("dplr-training", "dplr", flops.dplr(*SIZES) + flops.dplr_gradient(*SIZES)),
+    ],
+)
+def test_the_operations_of_a_case_are_those_of_its_eight_heads(case, definition, of_head):
+    assert cases.find(case).problem(64, Settings()).definitions[definition].flops == 8 * of_head
+
+
+@pytest.mark.parametrize(
+    ("case", "contender", "inputs"),
+    [
+        ("linear-forward", "unrolled plain", 3),
+        ("linear-training", "unrolled plain", 4),
+        ("gla", "unrolled plain", 4),
+        ("gla-training", "unrolled plain", 5),
+    ],
+)
+def test_the_bytes_of_a_case_are_those_of_its_inputs_and_results(case, contender, inputs):
+    problem = cases.find(case).problem(64, Settings())
+    [chosen] = [x for x in problem.contenders if x.name == contender]
+    results = chosen.prepare()()
+    expected = inputs * results[0].nbytes + sum(x.nbytes for x in results)
+    assert problem.definitions[chosen.definition].nbytes == expected
+
+
+def test_a_step_of_a_batch_reads_the_weights_once_and_each_state_twice():
+    small, large = (cases.find("step").problem(batch, Settings(quick=True)) for batch in (1, 3))
+    one, three = small.definitions["fp32"], large.definitions["fp32"]
+    model = models.decoder("linear", Settings(quick=True))
+    of_one, of_three = (nbytes(model.init_state(batch)) for batch in (1, 3))
+    weights = sum(x.nbytes for x in model.parameters()) - model.embedding.weight.nbytes
+    assert one.flops == flops.decoder_matmuls(16, 32, 2, 8) + 4 * flops.linear_attention(1, 8, 8)
+    assert three.flops == 3 * one.flops
+    assert (one.nbytes, three.nbytes) == (weights + 2 * of_one, weights + 2 * of_three)
+    assert (small.steps, small.tokens, large.steps, large.tokens) == (64, 1, 64, 3)
+
+
+@pytest.mark.parametrize(("weights", "bits"), [("fp32", 32), ("bf16", 16), ("int8", 8), ("int4", 4.5)])
+def test_a_step_reads_packed_weights_by_their_bits(weights, bits):
+    model = models.decoder("linear", Settings(quick=True), width=64)
+    matrices = sum(
+        x.numel() for name, x in model.named_parameters() if x.dim() == 2 and "embedding" not in name
+    )
+    rest = sum(x.nbytes for x in model.parameters() if x.dim() == 1)
+    assert decode.streamed_bytes(model, weights) == matrices * bits / 8 + rest
+
+
+def test_the_operations_of_training_are_the_counted_products_and_the_attention():
+    settings = Settings(quick=True)
+    model = models.decoder("linear", settings)
+    tokens = torch.zeros(1, 16, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model.loss(tokens, tokens).backward()
+    found = counter.get_flop_counts()["Global"]
+    products = found[torch.ops.aten.addmm] + found[torch.ops.aten.mm]
+    attention = 2 * 2 * flops.of_head("linear", 16, 8, True)
+    assert cases.find("training").problem(16, settings).definitions["linear"].flops == products + attention
+
+
+def test_remarks_compare_the_times_that_they_name():
+    def remark(case, size, medians):
+        return cases.find(case).problem(size, Settings(quick=True)).remark(medians)
+
+    assert remark("images", 12, {"a": 16 / 12 / 5}) == "Images per second: 5 (a)."
+    both = {"unrolled native, fp32": 4.0, "unrolled native, bf16": 1.0, "unrolled plain, fp32": 1.0}
+    told = "bf16 inputs take 0.25 (unrolled native) of the time of fp32."
+    assert remark("linear-bf16", 64, both) == told
+    alone = {"attention alone": 1.0, "product alone": 3.0, "in turn": 3.0}
+    assert remark("alternation", 64, alone) == "in turn they take 0.75 of the time of both alone."
 
 
 def test_without_kernels_no_plan_draws(monkeypatch):

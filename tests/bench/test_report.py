@@ -73,6 +73,16 @@ def test_the_text_of_a_case(report):
     assert lines[-1] == "N = 256: a remark."
 
 
+def test_rates_are_told_per_second_and_as_a_share(report):
+    row = dataclasses.replace(
+        ROWS[1], tokens_per_second=12_345.6, bandwidth=2.5e9, share_of_copying=0.25, peak_bytes=None
+    )
+    lines = case_text(dataclasses.replace(report, rows=[row]), "case", "", "N").splitlines()
+    header, _, cells = (line.split(" | ") for line in lines if line.startswith("|"))
+    told = dict(zip(header, cells, strict=True))
+    assert (told["tokens/s"], told["GB/s"], told["of copying |"]) == ("12,346", "2.5", "25% |")
+
+
 def test_every_line_of_a_table_has_as_many_cells(report):
     text = case_text(report, "case", "What it asks.", "N")
     for found in (part for part in text.split("\n\n") if part.startswith("|")):

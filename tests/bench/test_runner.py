@@ -234,6 +234,44 @@ def test_remarks_come_with_their_size(wrong_case):
     assert [(row.case, row.size) for row in found] == [("doubling", 1), ("doubling", 2)]
 
 
+def with_memory(monkeypatch, wrong_case, peaks, **settings):
+    """Run a case whose contenders, but for "cheat", need the memory that `peaks` tells."""
+    made = problem(("right", doubling(), {}), ("other", doubling(), {}), ("cheat", doubling(1.0), {}))
+    monkeypatch.setattr(runner.memory, "peaks", peaks)
+    measured = dataclasses.replace(wrong_case, problem=lambda size, settings: made, memory=True)
+    found, remarks = runner.run_case(measured, Settings(seconds=0.0, **settings), LIMITS)
+    return {(row.contender, row.size): row.peak_bytes for row in found}, remarks
+
+
+def test_each_time_has_the_peak_memory_of_its_contender_at_its_size(monkeypatch, wrong_case):
+    def peaks(case, name, sizes, settings):
+        assert name != "cheat", "it was refused"
+        return {size: len(name) * 10**size for size in sizes}
+
+    found, remarks = with_memory(monkeypatch, wrong_case, peaks)
+    assert found == {
+        ("right", 1): 50, ("other", 1): 50, ("cheat", 1): None,
+        ("right", 2): 500, ("other", 2): 500, ("cheat", 2): None,
+    }  # fmt: skip
+    assert remarks == []
+
+
+def test_why_a_peak_is_unknown_is_a_remark(monkeypatch, wrong_case):
+    def peaks(case, name, sizes, settings):
+        if name == "right":
+            raise RuntimeError("it was killed")
+        return dict.fromkeys(sizes, 7)
+
+    found, remarks = with_memory(monkeypatch, wrong_case, peaks)
+    assert [found[name, 2] for name in ("right", "other")] == [None, 7]
+    assert remarks == ["peak memory of right: not measured: it was killed"]
+
+
+def test_a_quick_run_measures_no_memory(monkeypatch, wrong_case):
+    found, _ = with_memory(monkeypatch, wrong_case, lambda *_: pytest.fail("measured"), quick=True)
+    assert set(found.values()) == {None}
+
+
 def test_a_tolerance_is_far_below_a_wrong_answer_and_above_rounding():
     for terms in (64, 4096, 65_536):
         x = torch.rand(terms, generator=torch.Generator().manual_seed(terms)) + 0.5
@@ -254,6 +292,12 @@ def test_the_limits_without_and_with_native_kernels(monkeypatch):
     monkeypatch.setattr(machine.native, "missing", lambda: None)
     monkeypatch.setattr(machine.native, "fma_peak", lambda: 5e10)
     assert machine.limits(settings).flops == 1e11  # of two threads
+
+
+def test_copying_counts_what_is_read_and_what_is_written(monkeypatch):
+    monkeypatch.setattr(machine, "_seconds", lambda run, settings: 0.5)
+    found = machine.limits(Settings(quick=True))
+    assert found.copying == 2 * found.reading == 4 * (machine.BUFFER >> 4)
 
 
 def test_the_machine_is_described(monkeypatch):

@@ -84,6 +84,12 @@ def test_the_smoke_scale_makes_two_steps_with_one_seed_and_one_value():
     assert smoke.values(trial)["train"]["steps"] == 2
 
 
+def test_the_smoke_scale_does_not_train_for_a_time():
+    base = TINY["base"] | {"train": TINY["base"]["train"] | {"seconds": 60.0}}
+    smoke = tiny(base=base).at(SMOKE)
+    assert smoke.values(next(smoke.sweeps("wide")))["train"]["seconds"] is None
+
+
 def test_a_contender_may_have_a_section_of_its_own():
     experiment = tiny(
         contenders={"lstm": {"model": {"name": "recurrent_lm"}, "train.clip_norm": 0.5}}, expect=None

@@ -6,7 +6,8 @@ import statistics
 
 import pytest
 
-from unrolled.experiments import Results
+from unrolled.experiments import Mean, Results
+from unrolled.experiments.results import shown_as
 
 from .test_definition import tiny
 
@@ -144,6 +145,24 @@ def test_the_table_and_the_file_say_what_was_measured():
     assert found["evaluated"]["lines"] == [["wide", "longer", "0.500"]]
 
 
+@pytest.mark.parametrize(
+    ("measure", "mean", "error", "text"),
+    [
+        ("loss", 0.12345, 0.0067, "0.123 ± 0.007"),
+        ("accuracy", 0.9871, 0.0123, "98.7% ± 1.2%"),
+        ("error_rate", 0.0871, 0.0123, "8.7% ± 1.2%"),
+        ("iou", 0.5, None, "50.0%"),
+        ("bits", 1.2346, None, "1.235"),
+        ("perplexity", 12.34, 0.56, "12.3 ± 0.6"),
+        ("seconds", 1234.6, 7.8, "1,235 ± 8"),
+        ("seconds_per_step", 0.012345, None, "0.0123"),
+        ("parameters", 1234567.0, 0.0, "1,234,567"),
+    ],
+)
+def test_each_measure_is_written_in_its_own_form(measure, mean, error, text):
+    assert shown_as(measure, Mean(mean, error)) == text
+
+
 def test_bleu_stands_beside_that_of_longer_sentences():
     runs = {}
     experiment = tiny(seeds=[0])
@@ -173,6 +192,15 @@ def test_a_measure_of_further_evaluations_only():
         ["contender", "evaluation", "spectral mass"], [["wide", "layer 1", "0.950"]],
     )  # fmt: skip
     assert [x.held for x in results.verdicts()] == [True]
+
+
+def test_the_table_counts_the_seeds_that_have_ended():
+    experiment, runs = tiny(sweep=None, seeds=[0, 1, 2]), {}
+    results = Results(experiment, runs)
+    runs[next(experiment.sweeps("wide")).folder] = figures(0.5)
+    for count, trial in enumerate(results.seeds("wide"), 1):
+        runs[trial.folder] = figures(0.5)
+        assert results.table()[1][0][-1] == str(count)
 
 
 def test_a_measure_that_one_seed_lacks_has_no_mean():

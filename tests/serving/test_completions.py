@@ -60,6 +60,12 @@ def test_several_prompts_in_any_form_and_several_samples() -> None:
     assert found != post(http, prompt=["ab", "c"], n=2, seed=6, max_tokens=3)["choices"]
 
 
+def test_the_engine_knows_how_many_prompts_come_together() -> None:
+    engine = FakeEngine()
+    post(client(served(engine)), prompt=["ab", "c", "d"], n=2)
+    assert [job.together for job in engine.jobs] == [3, 3, 3]
+
+
 def test_echo_with_logprobs_as_lm_eval_asks() -> None:
     found = post(client(), prompt="abc", echo=True, logprobs=1, max_tokens=1, temperature=0)["choices"][0]
     drawn = greedy("abc", 1)
@@ -208,6 +214,12 @@ def test_streams_have_one_chunk_for_each_block() -> None:
     assert [x["choices"][0]["finish_reason"] for x in chunks] == [None, None, "length"]
     assert len({x["id"] for x in chunks}) == 1
     assert not any("usage" in x for x in chunks)
+
+
+def test_no_proxy_holds_back_or_keeps_a_stream() -> None:
+    answer = client().post("/v1/completions", json={"model": "book", "prompt": "a", "stream": True})
+    assert answer.headers["x-accel-buffering"] == "no"
+    assert answer.headers["cache-control"] == "no-store"
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The engine gives every job what the model alone would give it, whatever else it does."""
 
 import asyncio
+import itertools
 import threading
 import time
 from dataclasses import replace
@@ -13,6 +14,7 @@ from unrolled.decode import plan
 from unrolled.decode.request import Request, Sampling
 from unrolled.ops import native
 from unrolled.ops.state import nbytes
+from unrolled.serving import engine as engine_module
 from unrolled.serving import jobs
 from unrolled.serving.engine import Engine
 from unrolled.serving.jobs import (
@@ -32,6 +34,7 @@ from unrolled.serving.reading import logprobs
 from unrolled.serving.runner import PlanRunner
 from unrolled.serving.snapshot import MOST, Snapshot
 from unrolled.serving.unplanned import ModelRunner
+from unrolled.serving.writing import Writing
 
 if not native.available():
     pytest.skip(str(native.missing()), allow_module_level=True)
@@ -101,11 +104,12 @@ def test_jobs_side_by_side_draw_what_each_draws_alone(name, kind):
         assert (first.cached, first.logprobs, last.snapshots) == (0, None, None)
 
 
-def test_a_job_ends_with_a_stop_sequence():
+@pytest.mark.parametrize("limit", [12, 30])
+def test_a_job_ends_with_a_stop_sequence(limit):
     model = decoder()
     whole = expected(model, [1, 2], 30)[0]
     stop = whole[9:12]
-    [(tokens, finish, _, _)] = on(made(model), job(model, [1, 2], 30, stops=[stop, [V - 1] * 9]))
+    [(tokens, finish, _, _)] = on(made(model), job(model, [1, 2], limit, stops=[stop, [V - 1] * 9]))
     assert tokens == expected(model, [1, 2], 30, stop=[stop])
     assert finish == {0: "stop"}
 
@@ -155,6 +159,27 @@ def test_a_job_that_draws_nothing_returns_the_state_of_its_prompt():
     tokens, *_ = asyncio.run(go())
     engine.drain(5)
     assert tokens == expected(model, prompt, 10)
+
+
+def test_what_follows_a_state_is_not_taken_for_the_beginning_of_a_prompt():
+    model, more = decoder(), list(range(30, 50))
+    engine = made(model)
+
+    async def go():
+        *_, finished = await result(engine.submit(job(model, list(range(20)), 0, keep=True)))
+        [state] = finished.snapshots
+        after = Job(more, 20, state=state, sampling=SAMPLING, keys=job(model, [1], 1).keys)
+        tokens, *_ = await result(engine.submit(after))
+        prompt = [state.pending, *more, *tokens[0], 1]
+        fresh = await result(engine.submit(job(model, prompt, 20)))
+        again, *_ = await result(engine.submit(after))
+        return prompt, fresh, tokens, again
+
+    prompt, fresh, tokens, again = asyncio.run(go())
+    engine.drain(5)
+    assert fresh[2].cached == 0
+    assert fresh[0] == expected(model, prompt, 20)
+    assert tokens == again == expected(model, [*range(20), *more], 20)
 
 
 @pytest.mark.parametrize("limit", [0, 6])
@@ -329,6 +354,73 @@ def test_short_prompts_are_read_before_the_next_block(monkeypatch):
     assert engine.counts["blocks"] <= 2  # the first prompt may have been read before the others came
 
 
+def test_a_short_prompt_does_not_wait_for_the_whole_of_a_long_one(monkeypatch):
+    monkeypatch.setattr(engine_module, "BLOCK_SECONDS", 0.0)  # so that jobs are taken after every chunk
+    model, submitted, order = decoder(), threading.Event(), []
+
+    class Runner(PlanRunner):
+        def read(self, tokens, state, wanted):
+            submitted.wait(10)
+            order.append(tokens.tolist()[0])
+            return super().read(tokens, state, wanted)
+
+    engine = Engine(Runner(plan(model)), digest=DIGEST, chunk=8)
+
+    async def go():
+        runs = [engine.submit(job(model, prompt, 1)) for prompt in ([1] * 80, [2, 0])]
+        submitted.set()
+        await asyncio.gather(*map(result, runs))
+
+    asyncio.run(go())
+    engine.drain(5)
+    assert order.count(1) > 10
+    assert order.index(2) <= 2  # a chunk may have been read before the short prompt came
+
+
+def test_others_go_on_between_the_chunks_of_a_long_prompt(monkeypatch):
+    monkeypatch.setattr(engine_module, "BLOCK_SECONDS", 0.0)
+    monkeypatch.setattr(jobs, "MOST_EVENTS", 10**6)
+    model, done = decoder(), []
+
+    class Runner(PlanRunner):
+        def read(self, tokens, state, wanted):
+            done.append("read")
+            return super().read(tokens, state, wanted)
+
+    engine = Engine(Runner(plan(model)), digest=DIGEST, chunk=8)
+    draw = engine._writing.draw
+    monkeypatch.setattr(engine._writing, "draw", lambda most: done.append("draw") or draw(most))
+
+    async def go():
+        other = engine.submit(job(model, [1], 10**6))
+        await anext(aiter(other))  # it is drawn from now on
+        await result(engine.submit(job(model, [2] * 80, 1)))
+        other.cancel()
+
+    asyncio.run(go())
+    engine.drain(5)
+    assert done.count("read") > 10
+    assert ("read", "read") not in itertools.pairwise(done)
+
+
+def test_a_block_takes_about_as_long_however_long_a_token_takes(monkeypatch):
+    engine, clock, asked = made(decoder()), [0.0], []
+
+    def draw(most):
+        asked.append(most)
+        clock[0] += seconds * most
+        return []
+
+    monkeypatch.setattr(Writing, "waits", False)
+    monkeypatch.setattr(engine._writing, "draw", draw)
+    monkeypatch.setattr(engine_module.time, "perf_counter", lambda: clock[0])
+    for seconds in (0.001, 0.01, 1.0, 0.001):
+        for _ in range(10):
+            engine._draw()
+        assert asked[-1] == 1 or 0.01 <= seconds * asked[-1] <= 0.02
+    engine.drain(5)
+
+
 @pytest.mark.parametrize("length", [2, 30])
 def test_a_conversation_is_not_read_again(length):
     model = decoder()
@@ -383,6 +475,25 @@ def test_cancelling_frees_the_rows():
     engine.drain(5)
 
 
+def test_nothing_is_left_of_jobs_that_have_ended():
+    model = decoder()
+    engine = made(model, rows=4)
+
+    async def go():
+        cancelled = engine.submit(job(model, [1], 10**6, n=2, keep=True, logprobs=1))
+        async for event in cancelled:
+            if isinstance(event, Drawn):
+                break
+        cancelled.cancel()
+        await result(engine.submit(job(model, [2], 20, n=2, keep=True, logprobs=1)))
+
+    asyncio.run(go())
+    engine.drain(5)
+    rows = engine._writing._rows
+    assert rows.states == rows.told == [None] * 4
+    assert (engine._used, engine._running, engine._writing.runs, engine._writing.unreserved) == (0, {}, [], 4)
+
+
 @pytest.mark.parametrize(("kind", "limit"), [("plan", 3000), ("model", 150)])
 def test_a_job_waits_for_a_client_that_takes_nothing(kind, limit, monkeypatch):
     monkeypatch.setattr(jobs, "MOST_EVENTS", 4)
@@ -394,9 +505,12 @@ def test_a_job_waits_for_a_client_that_takes_nothing(kind, limit, monkeypatch):
         while not slow.behind:
             await asyncio.sleep(0.001)
         other = await result(engine.submit(job(model, [2], 20)))  # the rows of others go on
-        before = engine.counts["drawn"]
+        before, drop, rounds, began = engine.counts["drawn"], engine._drop, [], time.monotonic()
+        monkeypatch.setattr(engine, "_drop", lambda: rounds.append(drop()))
         await asyncio.sleep(0.05)
         assert engine.counts["drawn"] == before < limit, "nothing is drawn, and so all rows wait"
+        most = 2 + (time.monotonic() - began) / engine_module.BLOCK_SECONDS
+        assert len(rounds) <= most, "the thread uses no core to wait"
         return await result(slow), other
 
     [slow, other] = asyncio.run(go())
@@ -492,6 +606,34 @@ def test_what_has_no_room_is_refused_or_waits():
     assert tokens == expected(model, [2], 200)
 
 
+def test_the_memory_of_a_job_is_that_of_all_its_continuations_and_of_what_its_state_has_read():
+    model = decoder(**MODELS["softmax"])
+    engine = made(model, memory=PlanRunner(plan(model)).nbytes(150))
+
+    async def go():
+        *_, finished = await result(engine.submit(job(model, [1] * 100, 0, keep=True)))
+        [state] = finished.snapshots
+        await result(engine.submit(Job([2], 5, state=state)))
+        for large in (Job([2], 60, state=state), job(model, [1], 100, n=2)):
+            with pytest.raises(TooLargeError, match="the states would take"):
+                engine.submit(large)
+
+    asyncio.run(go())
+    engine.drain(5)
+
+
+def test_prompts_whose_states_never_fit_together_are_refused():
+    model = decoder(**MODELS["softmax"])
+    engine = made(model, queue=2, memory=PlanRunner(plan(model)).nbytes(2000))
+
+    async def go():
+        with pytest.raises(TooLargeError, match="4 prompts, but 3 are the most"):  # one runs and two wait
+            engine.submit(job(model, [1], 1900, together=4))
+
+    asyncio.run(go())
+    engine.drain(5)
+
+
 @pytest.mark.parametrize("rows", [(2, 2, 2, 2, 2, 2), (2, 8, 1)])
 def test_the_queue_is_for_what_cannot_start(rows):
     """Of eight rows; what comes after a job that finds no room waits too."""
@@ -507,6 +649,21 @@ def test_the_queue_is_for_what_cannot_start(rows):
 
     asyncio.run(go())
     engine.drain(5)
+
+
+def test_the_kernels_run_on_the_threads_that_were_asked_for():
+    model, seen, before = decoder(), set(), torch.get_num_threads()
+
+    class Runner(PlanRunner):
+        def read(self, tokens, state, wanted):
+            seen.add(torch.get_num_threads())
+            return super().read(tokens, state, wanted)
+
+    try:
+        on(Engine(Runner(plan(model)), digest=DIGEST, threads=before + 1), job(model, [1], 1))
+    finally:
+        torch.set_num_threads(before)  # also of threads that are started later
+    assert seen == {before + 1}
 
 
 def test_clients_take_turns():

@@ -3,18 +3,23 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from serving.clients import client, error, post
 from serving.fakes import FakeEngine, FakeRun, pixel_model, served
+from starlette.testclient import TestClient
 
 from unrolled.serving.guards import Bodies
 from unrolled.serving.jobs import Event, Job, TimedOutError
+from unrolled.serving.logs import Logged, Record
+from unrolled.serving.metrics import Metrics
 from unrolled.serving.protocol.errors import ApiError
 from unrolled.serving.settings import Settings, read_keys
+from unrolled.serving.streams import EventStream
 
 
 def test_keys_are_wanted_but_for_the_page_and_health() -> None:
@@ -31,7 +36,8 @@ def test_keys_are_wanted_but_for_the_page_and_health() -> None:
             assert answer.headers["www-authenticate"] == "Bearer"
     for address in ("/health", "/ready"):
         assert http.get(address).status_code == 200
-    assert http.get("/").status_code != 401
+    for address in ("/", "/page/page.js"):
+        assert http.get(address).status_code == 200
     for key in ("first", "second"):
         assert http.get("/v1/models", headers={"Authorization": f"bearer {key}"}).status_code == 200
     assert http.get("/v1/models", headers={"Authorization": b"Bearer \xff\xfe"}).status_code == 401
@@ -90,6 +96,18 @@ def test_pages_of_other_origins_cannot_ask_unless_named() -> None:
     assert "access-control-allow-origin" not in other.headers
 
 
+def test_the_page_of_a_named_origin_may_do_all_and_read_all_answers() -> None:
+    http = client(origin="https://a.example", keys=("key",))
+    for method in ("GET", "POST", "PUT", "DELETE"):
+        asked = {"Origin": "https://a.example", "Access-Control-Request-Method": method}
+        assert http.options(f"/v1/states/{'0' * 64}", headers=asked).status_code == 200
+    refused = http.get("/v1/models", headers={"Origin": "https://a.example"})
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == "https://a.example"
+    exposed = refused.headers["access-control-expose-headers"].split(", ")
+    assert {"etag", "retry-after", "x-request-id"} <= set(exposed)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -112,7 +130,7 @@ def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
 
 def test_a_file_of_keys(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    path.write_text("one\n\n  two \n")
+    path.write_text("one\n\n \t\n  two \n")
     assert read_keys(path) == ("one", "two")
     path.write_text("\n")
     with pytest.raises(ValueError, match="holds no key"):
@@ -128,6 +146,7 @@ def test_the_page_tells_nobody_where_it_is_and_is_what_it_says(address: str) -> 
     headers = client().get(address).headers
     assert headers["x-content-type-options"] == "nosniff"
     assert headers["referrer-policy"] == "no-referrer"
+    assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'; ")
 
 
 def test_each_request_has_a_line_and_an_id(caplog: pytest.LogCaptureFixture) -> None:
@@ -152,6 +171,13 @@ def test_each_request_has_a_line_and_an_id(caplog: pytest.LogCaptureFixture) -> 
     assert lines[0].keys() >= {"time", "client", "method", "seconds"}
 
 
+def test_the_log_tells_the_address_of_a_client_whatever_its_key(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    client(keys=("secret",)).get("/v1/models", headers={"Authorization": "Bearer secret"})
+    [line] = [json.loads(x.message) for x in caplog.records if x.name == "unrolled.serving.requests"]
+    assert line["client"] == "testclient"
+
+
 def test_a_stream_that_is_cut_is_told_in_the_log_and_in_the_metrics(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     http = client(served(FakeEngine(fails=TimedOutError())))
@@ -160,6 +186,49 @@ def test_a_stream_that_is_cut_is_told_in_the_log_and_in_the_metrics(caplog: pyte
     [line] = [json.loads(x.message) for x in caplog.records if x.name == "unrolled.serving.requests"]
     assert (line["status"], line["cut"]) == (200, "deadline_exceeded")
     assert 'unrolled_cut_streams_total{reason="deadline_exceeded"} 1.0' in http.get("/metrics").text
+
+
+@pytest.mark.parametrize(("sent", "cut"), [(2, "client_closed"), (4, None)])
+def test_a_stream_is_cut_unless_all_of_it_was_sent(sent: int, cut: str | None) -> None:
+    async def chunks() -> AsyncGenerator[dict[str, Any], None]:
+        try:
+            yield {"number": 2}
+        finally:
+            closed.append(True)
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(60)
+        return {}
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+        if len(messages) > sent:  # the start, two chunks, [DONE] and the end
+            raise OSError("the connection was closed")
+
+    async def answer() -> bool:
+        await EventStream({"number": 1}, chunks())(scope, receive, send)
+        return bool(closed)
+
+    messages, closed, record = list[Any](), list[bool](), Record("id", "client")
+    scope = {"type": "http", "headers": [], "state": {"record": record}}
+    assert asyncio.run(answer()), "the jobs are given up"
+    assert record.cut == cut
+
+
+def test_no_second_answer_follows_one_that_has_begun() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ZeroDivisionError
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+
+    messages = list[Any]()
+    metrics = Metrics(lambda: 0, lambda: 0, lambda: 0)
+    scope = {"type": "http", "method": "GET", "headers": []}
+    with pytest.raises(ZeroDivisionError):  # the server closes the connection
+        asyncio.run(Logged(app, metrics)(scope, send, send))  # type: ignore[arg-type]
+    assert [message["status"] for message in messages] == [200]
 
 
 def test_metrics_count_what_was_done() -> None:
@@ -183,6 +252,33 @@ def test_metrics_count_what_was_done() -> None:
     assert "unrolled_block_seconds_count 6.0" in text
 
 
+def test_metrics_are_of_all_models_at_this_moment() -> None:
+    first, second = FakeEngine(), FakeEngine(16)
+    http = client(served(first), pixel_model(second))
+    first.waiting, second.waiting = 3, 1
+    first.submit(Job([1], 1, keys=[0, 1]))
+    second.submit(Job([1], 1, keys=[0, 1, 2]))
+    lines = http.get("/metrics").text.splitlines()
+    assert "unrolled_waiting 4.0" in lines
+    assert "unrolled_rows 5.0" in lines
+
+
+def test_times_in_metrics_and_in_the_log_are_seconds_that_have_passed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    http, pause, blocks = client(served(FakeEngine(pause=0.005, block=1))), 0.005, 10
+    began = time.monotonic()
+    post(http, prompt="a", max_tokens=blocks)
+    passed = time.monotonic() - began
+    [line] = [json.loads(x.message) for x in caplog.records if x.name == "unrolled.serving.requests"]
+    told = dict(x.split() for x in http.get("/metrics").text.splitlines() if "_seconds_sum " in x)
+    first, between = (float(told[f"unrolled_{name}_seconds_sum"]) for name in ("first_token", "block"))
+    assert first >= pause
+    assert between >= (blocks - 1) * pause
+    assert first + between <= line["seconds"] + 1e-4 <= passed + 2e-4
+
+
 def test_a_prompt_that_was_not_read_does_not_count() -> None:
     class Late(FakeEngine):
         def submit(self, job: Job) -> FakeRun:
@@ -199,24 +295,58 @@ def test_a_prompt_that_was_not_read_does_not_count() -> None:
     assert 'unrolled_tokens_total{kind="read"} 0.0' in http.get("/metrics").text.splitlines()
 
 
-@pytest.mark.parametrize(("method", "path"), [("PUT", f"/v1/states/{'0' * 64}"), ("POST", "/v1/completions")])
-def test_a_client_that_leaves_while_it_sends_is_no_failure(method: str, path: str) -> None:
-    http = client()
+Received = Callable[[], Awaitable[dict[str, Any]]]
+
+
+async def ask(
+    http: TestClient, method: str, path: str, receive: Received, sent: list[dict[str, Any]]
+) -> None:
+    """Ask without a connection; what a server would send is added to `sent`."""
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", b"9")]
     scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http"}
     scope |= {"method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
     scope |= {"headers": headers, "client": ("127.0.0.1", 1), "server": ("localhost", 80)}
-    messages = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
-    sent = []
-
-    async def receive() -> dict[str, Any]:
-        return messages.pop(0) if len(messages) > 1 else messages[0]
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    asyncio.run(http.app(scope, receive, send))  # type: ignore[arg-type]
+    await http.app(scope, receive, send)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("method", "path"), [("PUT", f"/v1/states/{'0' * 64}"), ("POST", "/v1/completions")])
+def test_a_client_that_leaves_while_it_sends_is_no_failure(method: str, path: str) -> None:
+    messages = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0) if len(messages) > 1 else messages[0]
+
+    sent: list[dict[str, Any]] = []
+    asyncio.run(ask(client(), method, path, receive, sent))
     assert sent[0]["status"] == 499
+
+
+@pytest.mark.parametrize(("stream", "status"), [(False, 499), (True, 200)])
+def test_a_client_that_leaves_while_it_is_answered_frees_its_rows(stream: bool, status: int) -> None:
+    engine = FakeEngine(pause=0.001)
+    http = client(served(engine))
+    body = json.dumps({"model": "book", "prompt": "a", "stream": stream, "max_tokens": 100_000}).encode()
+    messages, sent = [{"type": "http.request", "body": body, "more_body": False}], list[dict[str, Any]]()
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        while not engine.runs or (stream and len(sent) < 2):
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    async def leave() -> int:
+        await asyncio.wait_for(ask(http, "POST", "/v1/completions", receive, sent), 5)
+        return len(engine.runs)
+
+    assert asyncio.run(leave()) == 0
+    assert sent[0]["status"] == status
+    cut = 'unrolled_cut_streams_total{reason="client_closed"} 1.0' in http.get("/metrics").text
+    assert cut == stream
 
 
 def test_a_name_may_have_a_slash() -> None:

@@ -80,7 +80,7 @@ def test_packed_weights(tmp_path, opened):
 
 
 @planned
-def test_the_digest_is_of_all_that_states_depend_on(tmp_path, opened):
+def test_the_digest_is_of_all_that_states_depend_on(tmp_path, opened, monkeypatch):
     for number in range(2):
         model = decoder()
         model.embedding.weight.data += number
@@ -89,8 +89,10 @@ def test_the_digest_is_of_all_that_states_depend_on(tmp_path, opened):
         opened(tmp_path / name, weights=weights).digest
         for name, weights in [("0", None), ("0", "fp32"), ("0", "bf16"), ("1", None)]
     ]
+    monkeypatch.setattr("unrolled.__version__", "another")
+    found.append(opened(tmp_path / "0").digest)
     assert found[0] == found[1]
-    assert len(set(found)) == 3
+    assert len(set(found)) == 4
 
 
 def test_a_folder_of_transformers(tmp_path, opened):
@@ -139,6 +141,13 @@ def test_the_least_limit_of_a_layer_is_that_of_the_model(attention, positions, t
     assert len(drawn(served, "0" * 40, 11)) == 11  # the last token is drawn, but not read
     with pytest.raises(EngineError, match=r"51\b.* 50"):
         drawn(served, "0" * 40, 12)
+
+
+@planned
+def test_the_plan_of_a_deterministic_model_is_steady(tmp_path, opened):
+    TEXT.attach(decoder()).save(tmp_path)
+    found = [opened(tmp_path, deterministic=x).engine.runner.plan.steady for x in (False, True)]
+    assert found == [False, True]
 
 
 def test_deterministic_models_without_a_plan_share_no_prefixes(tmp_path, opened):

@@ -59,6 +59,17 @@ def test_a_wrong_folder_is_told_before_anything_starts(tmp_path: Path) -> None:
         Options(folders=[tmp_path], states="memory:").check()
 
 
+def test_a_wrong_setting_is_told_before_anything_starts() -> None:
+    options = Options(folders=[Path(demo_models.path("text"))], states="memory:", rate="often")
+    with pytest.raises(ValueError, match="rate is 'often'"):
+        options.check()
+
+
+def test_one_name_is_not_given_to_two_models() -> None:
+    with pytest.raises(ValueError, match="name is 'mine', but there are 2 models"):
+        Options(folders=[Path("a"), Path("b")], states="memory:", name="mine").models()
+
+
 def test_the_app_refuses_a_memory_of_its_own() -> None:
     Arguments(folders=[Path("a")], states="memory:")
     for more in ({"replicas": 2}, {"most_replicas": 2}):

@@ -54,6 +54,14 @@ def test_states_that_no_model_here_has_made(changes: dict[str, Any], code: str) 
     assert not states.kept
 
 
+def test_a_state_has_read_all_tokens_but_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, checked, id = FakeEngine(), list[int](), snapshot(length=3).id
+    monkeypatch.setattr(engine.runner, "state", lambda tensors, tokens: checked.append(tokens))
+    answer = client(served(engine)).put(f"/v1/states/{id}", content=snapshot(length=3).to_bytes())
+    assert answer.status_code == 201
+    assert checked == [2]
+
+
 @pytest.mark.parametrize("changes", [{"pending": 256}, {"pending": 2**40}, {"held": (256,)}])
 def test_states_that_another_program_has_stored_are_checked_too(changes: dict[str, Any]) -> None:
     wrong, states = snapshot(**changes), FakeStates()
@@ -105,6 +113,18 @@ def test_a_store_that_does_not_work() -> None:
     answer = http.post("/v1/completions", json={"model": "book", "prompt": "a", "keep": True})
     assert error(answer, 503)["code"] == "store_unavailable"
     assert error(http.get("/v1/sessions/a"), 503)["code"] == "store_unavailable"
+
+
+def test_a_state_that_is_larger_than_the_store_is_the_fault_of_the_request() -> None:
+    class Small(FakeStates):
+        def keep(self, snapshot: Snapshot) -> str:
+            raise ValueError("the state has 8 bytes, but the store keeps 4 at most")
+
+    answer = client(states=Small()).post(
+        "/v1/completions", json={"model": "book", "prompt": "a", "keep": True}
+    )
+    refused = error(answer, 400)
+    assert (refused["code"], refused["param"]) == ("too_large", "keep")
 
 
 def test_a_store_that_cannot_move_sessions_says_so() -> None:

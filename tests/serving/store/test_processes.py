@@ -87,6 +87,23 @@ def test_nobody_writes_between_reading_a_session_and_moving_it(
     store.close()
 
 
+def test_a_put_that_is_interrupted_keeps_nothing_and_blocks_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(newest: str) -> None:
+        raise KeyboardInterrupt
+
+    store = SqliteStore(tmp_path / "states.db")
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_drop_above_budget", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.put("a" * 64, b"1")
+    assert store.get("a" * 64) is None
+    store.put("b" * 64, b"2")
+    assert store.get("b" * 64) == b"2"
+    store.close()
+
+
 def test_a_new_file_is_opened_by_several_processes_at_once(tmp_path: Path) -> None:
     processes = [start(OPEN, tmp_path / "states.db") for _ in range(8)]
     for process in processes:
