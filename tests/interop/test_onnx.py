@@ -1,6 +1,8 @@
 """Exported graphs compute the same as the models, states included; damaged folders are refused."""
 
 import json
+import logging
+import math
 import shutil
 from copy import deepcopy
 from pathlib import Path
@@ -15,13 +17,14 @@ from hypothesis import strategies as st
 
 from unrolled.contract import UnsupportedError
 from unrolled.generation import generate
-from unrolled.interop.onnx import export, load
+from unrolled.interop.onnx import Manifest, export, load
 from unrolled.interop.onnx import folder as folder_module
 from unrolled.interop.onnx.forms import InPlace, log_sigmoid, portable
-from unrolled.interop.onnx.graph import Recurrence, exported
+from unrolled.interop.onnx.graph import Leaf, Recurrence, exported
+from unrolled.interop.onnx.model import ExportedModel, OnnxModel
 from unrolled.interop.onnx.record import describe_file
 from unrolled.interop.onnx.speech_manifest import SpeechManifest
-from unrolled.interop.onnx.write import DisagreementError, compare
+from unrolled.interop.onnx.write import DisagreementError, check_agreement, compare
 from unrolled.models import (
     Decoder,
     DecoderConfig,
@@ -170,6 +173,11 @@ def test_the_manifest_says_what_the_graph_is(pair):
     assert values["length"] == "any"
     growing = {leaf["name"] for leaf in values["state"] if leaf["growing_axis"] is not None}
     assert growing == {x for x in values["inputs"] if "past" in x}
+    axes = {x.name: [y.dim_param for y in x.type.tensor_type.shape.dim] for x in graph.graph.input}
+    assert axes["tokens"] == ["batch", "length"]
+    for leaf in manifest.state:
+        assert axes[leaf.name][0] == "batch"
+        assert leaf.growing_axis is None or axes[leaf.name][leaf.growing_axis] == "past"
     assert values["start_token"] == (VOCABULARY if model.config.start_token else None)
     for state in (model.init_state(3), model.prefill(tokens(3, 4), model.init_state(3))[1]):
         for name, x in states.leaves(state).items():
@@ -219,6 +227,24 @@ def test_a_graph_of_other_weights_is_detected(pair):
         other.stack.blocks[0].attention.out_proj.weight[0, 0] += 0.1
     with pytest.raises(DisagreementError, match="differs from the model's by"):
         compare(Recurrence(other), load(folder)._session)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([torch.nan], [1.0]),
+        ([1.0], [torch.nan]),
+        ([torch.inf], [1.0]),
+        ([-torch.inf], [torch.inf]),
+        ([1.0], [1.0, 1.0]),
+    ],
+    ids=str,
+)
+def test_numbers_that_differ_without_a_difference_do_not_agree(found, expected):
+    infinities = torch.tensor([torch.inf, -torch.inf])
+    check_agreement("y", infinities, infinities)
+    with pytest.raises(DisagreementError, match=r"y differs|y has shape"):
+        check_agreement("y", torch.tensor(found), torch.tensor(expected))
 
 
 @pytest.mark.slow
@@ -386,6 +412,86 @@ def test_damaged_folders_are_refused(folder, tmp_path):
         load(folder, "int8")
     with pytest.raises(ValueError, match="threads is 0"):
         load(folder, threads=0)
+
+
+def test_a_graph_of_another_state_is_refused(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    manifest = Manifest.load(tmp_path)
+    first, *others = manifest.state
+    for changed in (first._replace(name="layers.9"), first._replace(shape=(*first.shape, 1))):
+        manifest.state = [changed, *others]
+        manifest.save(tmp_path)
+        with pytest.raises(ValueError, match="has other inputs or outputs than its manifest; export again"):
+            load(tmp_path)
+
+
+def test_a_graph_runs_on_the_given_number_of_threads(folder):
+    for threads in (1, 2):
+        options = load(folder, threads=threads)._session.get_session_options()
+        assert options.intra_op_num_threads == threads
+
+
+def test_states_of_every_fill_and_type_survive_the_manifest(tmp_path):
+    kinds = [(torch.float32, x) for x in (0.5, math.inf, -math.inf)] + [(torch.int64, 0), (torch.bool, 1)]
+    state = [Leaf(f"layers.{i}.x", kind, (2, 0), 2, fill) for i, (kind, fill) in enumerate(kinds)]
+    manifest = of_state(state)
+    manifest.save(tmp_path)
+    assert Manifest.load(tmp_path) == manifest
+    for leaf, (kind, fill) in zip(Manifest.load(tmp_path).state, kinds, strict=True):
+        assert torch.equal(leaf.initial(3, past=4), torch.full((3, 2, 4), fill, dtype=kind))
+
+
+class Counter(ExportedModel):
+    """A model that only counts tokens."""
+
+    def _call(self, inputs):
+        tokens, position = inputs
+        return torch.zeros(*tokens.shape, VOCABULARY), position + tokens.shape[1]
+
+
+def of_state(state, **fields):
+    """Make a manifest of a model with this state."""
+    fields = {"length": "any", "max_positions": None} | fields
+    common = {"unrolled": "1", "opset": 20, "model": {}, "weights": "", "vocab_size": VOCABULARY}
+    return Manifest(**common, start_token=None, state=state, **fields)
+
+
+def test_every_row_has_the_positions_of_the_model():
+    model = Counter(of_state([Leaf("position", torch.int64, (), None, 0)], max_positions=5), 64)
+    _, state = model.prefill(
+        tokens(2, 3), model.init_state(2), key_padding_mask=torch.tensor([[False] * 3, [True] * 2 + [False]])
+    )
+    assert state[0].tolist() == [3, 1]
+    model.prefill(tokens(2, 2), state)
+    with pytest.raises(ValueError, match="the length is 6, but must be at most 5"):
+        model.prefill(tokens(2, 3), state)
+    with pytest.raises(
+        ValueError, match=r"state position is torch.int32 of shape .* but must be torch.int64"
+    ):
+        model.prefill(tokens(2, 1), state._replace(position=state[0].int()))
+
+
+class OneByOne:
+    """A session of a graph that reads one token per call."""
+
+    def run(self, outputs, feeds):
+        assert feeds["tokens"].shape[1] == 1
+        return [np.zeros((len(feeds["tokens"]), 1, VOCABULARY), dtype=np.float32), feeds["position"] + 1]
+
+
+def test_a_graph_for_one_token_reads_a_prompt_token_by_token():
+    model = OnnxModel(of_state([Leaf("position", torch.int64, (), None, 0)], length=1), OneByOne())
+    logits, state = model.prefill(tokens(2, 3), model.init_state(2))
+    assert logits.shape == (2, 3, VOCABULARY)
+    assert state[0].tolist() == [3, 3]
+
+
+@pytest.mark.slow
+def test_a_model_is_exported_without_its_dropout_and_keeps_its_mode(tmp_path):
+    model = RecurrentLM(RecurrentLMConfig(VOCABULARY, d_model=8, cell="gru", dropout=0.9)).train()
+    export(model, tmp_path)  # compares the graph with the model
+    assert model.training
+    assert logging.root.manager.disable == 0  # what the exporter says is hidden no longer
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from unrolled.contract import UnsupportedError
 from unrolled.interop.onnx import forms
+from unrolled.ops.conv import causal_conv
 from unrolled.ops.feature_maps import Elu
 from unrolled.ops.linear import LinearState, linear_attention_reference
 from unrolled.ops.window import window_attention
@@ -63,6 +64,16 @@ def test_a_query_with_zero_denominator_gives_zero():
     assert torch.equal(o, torch.zeros(1, 2, 1, 2))
 
 
+def test_a_gate_of_zero_forgets_all_tokens_before():
+    q, k, v, kv, k_sum = (torch.rand(1, *size, 3).double() for size in [(4, 1)] * 3 + [(1, 3), (1,)])
+    log_decay = torch.tensor([-1.0, -torch.inf, -1.0, -0.5]).double().view(1, 4, 1)
+    found = forms.linear_attention((q, k, v, log_decay, kv, k_sum, True))
+    q, k, v, log_decay = (x[:, 1:] for x in (q, k, v, log_decay))
+    nothing = torch.zeros_like(kv), torch.zeros_like(k_sum)
+    expected = forms.linear_attention((q, k, v, log_decay.clamp(min=-9), *nothing, True))
+    torch.testing.assert_close((found[0][:, 1:], *found[1:3]), expected[:3])
+
+
 @settings(max_examples=25)
 @given(st.integers(1, 6), st.integers(0, 6), st.integers(-1, 4), st.integers(-1, 2), st.booleans())
 def test_window_attention(T, earlier, left, right, padded):
@@ -73,6 +84,13 @@ def test_window_attention(T, earlier, left, right, padded):
     o, lse = forms.window_attention(q, k, k, padding, None, left, right, 3**-0.5, None)
     expected = window_attention(q, k, k, window_size=(left, right), key_padding_mask=padding, return_lse=True)
     torch.testing.assert_close((o, lse), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("silu", [False, True])
+def test_the_convolution(silu):
+    x, weight, bias, state = torch.randn(2, 5, 3), torch.randn(3, 4), torch.randn(3), torch.randn(2, 3, 3)
+    y, after = causal_conv(x, weight, bias=bias, activation="silu" if silu else None, state=state)
+    torch.testing.assert_close(forms.causal_conv(x, weight, bias, state, None, silu), (y, after))
 
 
 def test_packs_and_other_directions_are_refused():
@@ -89,6 +107,10 @@ def test_packs_and_other_directions_are_refused():
         forms.fused_linear_attention((x, x, x, None, *state, False))
     with pytest.raises(UnsupportedError, match="not packs"):
         forms.window_attention(x, x, x, None, torch.tensor([0, 2]), 1, 0, 1.0, None)
+    with pytest.raises(UnsupportedError, match="not packs"):
+        forms.causal_conv(
+            x[..., 0], torch.ones(1, 3), None, torch.zeros(1, 2, 1), torch.tensor([0, 2]), False
+        )
 
 
 def test_forms_are_called_in_place_of_functions():

@@ -3,6 +3,7 @@
 import json
 import shutil
 from copy import deepcopy
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -160,6 +161,21 @@ def test_wrong_inputs_are_refused(pair):
         with pytest.raises(ValueError, match=message):
             found(wrong, key_padding_mask=mask)
     assert found(x[:0]).shape == (0, 0, 4)
+
+
+def test_a_graph_with_other_outputs_is_refused(tmp_path):
+    from onnx import TensorProto, helper
+
+    given, got = (helper.make_tensor_value_info(x, TensorProto.FLOAT, [1]) for x in ("samples", "logits"))
+    graph = helper.make_graph([helper.make_node("Identity", ["samples"], ["logits"])], "x", [given], [got])
+    content = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)])
+    manifest = onnx.SpeechManifest(
+        unrolled="1", opset=20, model={}, weights="", vocab_size=3, rate=RATE, shortest=200
+    )
+    names = json.dumps(asdict(VOCABULARY)).encode()
+    manifest.write(tmp_path, {"plain": content.SerializeToString()}, {"vocabulary.json": names})
+    with pytest.raises(ValueError, match=r"has other inputs or outputs than its manifest\.json"):
+        onnx.load_transcriber(tmp_path)
 
 
 @pytest.mark.slow

@@ -14,8 +14,6 @@ from unrolled.training.compiling import compiled
 from .many import results
 from .standin import StandIn, config
 
-OF_TORCH = "(`torch.jit.script_method` is deprecated|The .grad attribute of a Tensor)"  # by its compiler
-pytestmark = pytest.mark.filterwarnings(f"ignore:{OF_TORCH}")
 SIZE = {"d_model": 16, "n_layers": 3, "n_heads": 2}
 
 
@@ -75,7 +73,9 @@ def test_a_run_can_go_on_compiled_and_end_without(tmp_path):
 
 def on_two(rank, folder, shards):
     """The validation loss of two processes; only the first has it in a folder."""
-    warnings.filterwarnings("ignore", OF_TORCH)
+    warnings.filterwarnings(
+        "ignore", "(`torch.jit.script_method` is deprecated|The .grad attribute of a Tensor)"
+    )
     return [weights_after(folder / str(x), decoder(), compile=True, shard=x)[0] for x in shards]
 
 

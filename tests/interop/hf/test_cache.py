@@ -38,6 +38,7 @@ def test_putting_a_state_counts_the_positions_read():
     cache.layers[0].put(make_state(), 7)
     cache.layers[0].put(make_state(), 1)
     assert cache.get_seq_length() == 8
+    assert cache.layers[0].is_initialized
     assert cache.get_mask_sizes(5, 0) == (13, 0)
     assert cache.batch_size == 3
     assert cache.nbytes() == 3 * 8 + 3 * 2 * 4 * 5 * 4 + 3 * 2 * 4 * 4
@@ -68,6 +69,7 @@ def test_reset_forgets():
     cache = StateCache.of(make_state(), 4)
     cache.reset()
     assert cache.layers[0].state is None
+    assert not cache.layers[0].is_initialized
     assert cache.get_seq_length() == 0
 
 

@@ -45,6 +45,7 @@ def test_a_round_trip_through_files_changes_no_bit(name, tmp_path):
     tokens = torch.randint(9, (2, 6))
     converted = hf.to_transformers(model)
     assert not converted.training
+    assert converted.dtype == converted.config.dtype == next(model.parameters()).dtype
     assert torch.equal(converted(tokens)[0], model(tokens)) or isinstance(model, Decoder)
     converted.save_pretrained(tmp_path / "theirs")
     back = hf.from_transformers(hf.load(tmp_path / "theirs"))

@@ -200,6 +200,33 @@ def test_inputs_that_have_all_been_read_are_refused(given, ids):
     assert out.sequences.shape == (2, 8 + N)
 
 
+def test_a_state_that_ends_before_padding_has_read_all_of_the_inputs(ids):
+    """The tokens after it are padding, whose logits mean nothing."""
+    model, mask = make("linear"), (torch.arange(7) < 5).long().expand(2, -1)
+    with torch.no_grad():
+        _, state = model.model.prefill(ids[:, :5], model.model.init_state(2))
+    with pytest.raises(ValueError, match="has read 7 positions, but must have read fewer than the 7 of"):
+        generate(model, ids, attention_mask=mask, past_key_values=state)
+
+
+@torch.no_grad()
+def test_a_cache_that_is_not_asked_for_is_not_returned(ids):
+    model = make("linear")
+    cache = model(ids[:, :5]).past_key_values
+    out = model(ids[:, 5:], past_key_values=cache, use_cache=False)
+    assert out.past_key_values is None
+    torch.testing.assert_close(out.logits, model(ids).logits[:, 5:])
+
+
+@torch.no_grad()
+def test_a_start_symbol_is_no_padding_although_it_pads(ids):
+    """Its id follows those of the vocabulary, and the model has an embedding for it."""
+    model = make("linear", start_token=True)
+    model.generation_config.pad_token_id = model.config.vocab_size
+    begun = torch.nn.functional.pad(ids, (1, 0), value=model.config.vocab_size)
+    torch.testing.assert_close(model(begun).logits, model.model(begun))
+
+
 def test_states_of_another_model_are_refused(ids):
     model = make("linear")
     for other in (make("softmax"), make("linear", n_heads=1), make("linear", n_layers=1)):
@@ -209,6 +236,8 @@ def test_states_of_another_model_are_refused(ids):
                 model(ids, past_key_values=given)
     with pytest.raises(ValueError, match="past_key_values is a list, but must be a StateCache"):
         model(ids, past_key_values=[])
+    with pytest.raises(ValueError, match="must be a StateCache of one StateLayer"):
+        model(ids, past_key_values=hf.StateCache([hf.StateLayer(), hf.StateLayer()]))
 
 
 def test_a_state_cannot_be_rolled_back_so_assisted_decoding_is_refused(ids):

@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -290,12 +291,14 @@ def test_a_saved_model_is_read_back_bit_for_bit(name, tmp_path):
 
 def test_transformers_refuses_a_saved_model_rather_than_make_a_softmax_model(tmp_path):
     model = hf.linearize(make("llama"), "linear")
+    model.generation_config.max_new_tokens = 3
     copy.deepcopy(model).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="model type `unrolled-linearized`"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.config.model_type == "llama"  # by which the rest of transformers goes
     assert pickle.loads(pickle.dumps(model.config)).to_dict() == model.config.to_dict()
     again = hf.load_linearized(tmp_path)
+    assert again.generation_config.max_new_tokens == 3
     again.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert (written["model_type"], written["linearized_model_type"]) == ("unrolled-linearized", "llama")
@@ -315,6 +318,15 @@ def test_unreadable_folders_are_refused(tmp_path):
     model.save_pretrained(tmp_path)
     refuses("was not linearized: load it with from_pretrained")
     hf.linearize(model).save_pretrained(tmp_path)
+    whole = load_file(file)
+    less = {name: x for name, x in whole.items() if name != "model.norm.weight"}
+    for weights, sentence in (
+        (less, r"it lacks \['model.norm.weight'\] and has the unknown \[\]"),
+        (whole | {"model.more": torch.zeros(2)}, r"it lacks \[\] and has the unknown \['model.more'\]"),
+        (whole | {"model.norm.weight": torch.zeros(2)}, r"has shape \[2\], but must have \[32\]"),
+    ):
+        save_file(weights, file, {"format": "pt"})  # as another program writes it: without a digest
+        refuses(sentence)
     file.write_bytes(file.read_bytes()[:1000])
     refuses("is not a readable safetensors file")
     file.rename(tmp_path / "pytorch_model.bin")
@@ -436,6 +448,15 @@ def test_models_and_masks_that_cannot_be_linearized_are_refused(call, error, mes
     assert padding_of(LOWER, 5, causal=True) is None
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_padding_is_found_in_masks_of_every_type(dtype):
+    padding = torch.tensor([[True, True, False, False, False], [False] * 5])
+    hidden = ~LOWER | padding[:, None, None]
+    for lowest in (-torch.inf, torch.finfo(dtype).min):
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, lowest)
+        assert torch.equal(padding_of(mask, 5, causal=True), padding)
 
 
 def test_new_parameters_get_gradients_with_and_without_checkpointing():

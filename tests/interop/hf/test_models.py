@@ -6,6 +6,7 @@ from functools import partial
 import peft
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from hf_models import SMALL, make, prompts
 from safetensors.torch import load, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
@@ -262,6 +263,8 @@ def test_names_of_both_libraries_set_the_same_field():
     assert config.encoder_config("classification").n_classes == 4
     config.n_layers = 2
     assert config.num_hidden_layers == 2
+    config.decoder_config().attention_options["linear"] = {"conv": 3}  # the options are copied
+    assert config.attention_options == {}
     assert hf.UnrolledConfig(**theirs) != hf.UnrolledConfig(**theirs | {"hidden_size": 32})
     assert hf.UnrolledConfig(**theirs) == hf.UnrolledConfig(**theirs)
     assert GenerationConfig.from_model_config(config).max_length is None
@@ -331,6 +334,25 @@ def test_a_model_of_the_hub_has_its_documents_and_is_checked(tmp_path):
         fetch("me/book")
     with pytest.raises(OSError, match="find them in the cached files"):
         fetch("me/other")
+    other = 40 * "b"
+    make("softmax").save_pretrained(stored / "snapshots" / other)
+    assert fetch("me/book", revision=other).config.attention == "softmax"
+
+
+def test_a_model_in_a_subfolder_has_its_documents(tmp_path):
+    model = make()
+    model.model.documents = {"vocabulary.json": {"kind": "ids"}}
+    model.save_pretrained(tmp_path / "book")
+    again = hf.UnrolledForCausalLM.from_pretrained(tmp_path, subfolder="book")
+    assert again.model.documents == model.model.documents
+
+
+def test_only_the_main_process_changes_the_files(tmp_path):
+    make().save_pretrained(tmp_path)
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    (tmp_path / "model-00001-of-00002.safetensors").touch()  # as another process may be writing it
+    make("softmax").save_pretrained(tmp_path, is_main_process=False)
+    assert {file: file.read_bytes() for file in before} == before
 
 
 @pytest.mark.parametrize(
@@ -385,6 +407,15 @@ def test_hooks_are_called_or_refused(name, ids):
     with pytest.raises(UnsupportedError, match=f"{name} has a hook"):
         model(ids)
     hook.remove()
+    hook = model.get_submodule(name).register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(UnsupportedError, match=f"{name} has a hook"):
+        model(ids)
+    hook.remove()
+    add_hook_to_module(model.get_submodule(name), ModelHook())  # which replaces its forward
+    with pytest.raises(UnsupportedError, match=f"{name} has a hook or a forward of its own"):
+        model(ids)
+    remove_hook_from_module(model.get_submodule(name))
+    del model.get_submodule(name).forward  # the one of its class, which remains as an attribute
     model.model.stack.blocks[0].ff.register_forward_hook(lambda *_: calls.append("ff"))
     model(ids)
     assert calls[4:] == ["ff"]
@@ -438,6 +469,9 @@ def test_arguments_of_other_models_may_be_given_but_not_used(kind, ids):
     model = make(kind=kind)
     found = model(ids, inputs_embeds=None, output_attentions=False).logits
     assert torch.equal(found, model(ids).logits)
+    model.config.return_dict = False
+    assert torch.equal(model(ids)[0], found)
+    assert isinstance(model(ids), tuple)
     for others in ({"position_ids": ids}, {"output_hidden_states": True}):
         with pytest.raises(UnsupportedError, match=f"{next(iter(others))} is given, but not supported"):
             model(ids, **others)
@@ -490,14 +524,18 @@ def test_a_damaged_folder_gets_one_sentence(tmp_path):
     config.write_text(json.dumps(fields | {"n_layers": 3, "attention": "linear"}))
     with pytest.raises(ValueError, match=r"model\.safetensors or config\.json was changed after"):
         hf.UnrolledForCausalLM.from_pretrained(tmp_path)
-    config.write_text(json.dumps(fields | {"id2label": {"0": "good", "1": "bad"}}))  # only a name
-    hf.UnrolledForCausalLM.from_pretrained(tmp_path)
+    for free in ({"id2label": {"0": "good", "1": "bad"}}, {"transformers_version": "5"}, {"auto_map": {}}):
+        config.write_text(json.dumps(fields | free))  # only names
+        hf.UnrolledForCausalLM.from_pretrained(tmp_path)
     config.write_text(json.dumps(fields | {"n_layers": 3, "attention": "linear"}))
     save_file(load(whole), weights, {"format": "pt"})  # as another program writes it: without a digest
     with pytest.raises(
         ValueError, match=r"lacks 12 tensors of UnrolledForCausalLM, the first is 'model\.stack"
     ):
         hf.UnrolledForCausalLM.from_pretrained(tmp_path)
+    config.write_text(json.dumps(fields | {"attention": "bigbird"}))
+    with pytest.raises(ValueError, match="cannot be loaded: 'bigbird' attention cannot be causal"):
+        hf.load(tmp_path)
     weights.rename(tmp_path / "pytorch_model.bin")
     config.write_text(text)
     with pytest.raises(OSError, match=r"no file named .*safetensors"):

@@ -178,6 +178,21 @@ def test_a_cache_of_a_call_inside_generate_can_be_continued(model):
         torch.testing.assert_close(found, model(torch.cat([ids, ids[:, :1]], 1)).logits[:, -1:])
 
 
+@torch.no_grad()
+def test_another_model_that_is_called_inside_generate_reads_by_itself(steps):
+    """As one that guides the draws."""
+    model, other, kept = make().float(), make("retention").float(), []
+
+    def look(ids, logits):
+        kept.append((ids, other(ids[:, -1:], use_cache=True).logits))
+        return logits
+
+    model.generate(prompts(), max_new_tokens=N, min_new_tokens=N, logits_processor=[look])
+    assert steps
+    ids, logits = kept[-1]
+    torch.testing.assert_close(logits, other(ids[:, -1:], use_cache=False).logits)
+
+
 def test_a_compiled_model_has_no_graph_breaks():
     model = make()
     compiled = torch.compile(model, backend="eager", fullgraph=True)

@@ -4,11 +4,13 @@ import copy
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from commands import error, works
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -22,7 +24,7 @@ from transformers import (
 )
 
 from unrolled.interop import hf
-from unrolled.interop.hf.recipe import Recipe, run, train_linearized
+from unrolled.interop.hf.recipe import Recipe, _saved_dtype, run, train_linearized
 from unrolled.interop.hf.text import TokenizedText
 from unrolled.interop.hf.transfer import AttentionTransfer, FineTuning, LanguageModel, finetune, transfer
 from unrolled.training import TrainConfig, train
@@ -95,6 +97,21 @@ def test_any_text_has_the_ids_of_the_tokenizer(data):
     assert data.encode("a dog").tolist() == data.vocabulary.encode("a dog") == ids
     assert data.decode(data.encode("a dog")) == data.vocabulary.decode(torch.tensor(ids)) == "a   d o g"
     data.vocabulary.check(data.vocab_size)
+
+
+def test_files_are_joined_by_line_breaks_without_marks_or_special_tokens(tmp_path):
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for file in files:
+        file.write_text("a dog runs. ", encoding="utf-8-sig")  # begins with a mark
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<", "eos_token": "."})
+    first = [("<", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="< $A", special_tokens=first)
+    data = TokenizedText(files, tokenizer, length=4, val_fraction=0.5)
+    ids = torch.from_numpy(np.concatenate([*data._ids.values()]))
+    assert "".join(tokenizer.convert_ids_to_tokens(ids.tolist())) == "a dog runs. \na dog runs. "
+    assert data.encode("a").tolist() == tokenizer("a")["input_ids"][1:]
+    assert data.vocabulary.text_tokenizer.end == tokenizer.eos_token_id
 
 
 def test_the_loss_of_transfer_equals_its_definition(teacher, data):
@@ -185,6 +202,24 @@ def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one(teacher, data, tm
         assert changed(*found[-2:]) == set()
 
 
+def test_a_stage_that_fails_leaves_the_model_as_it_was(teacher, data, tmp_path, monkeypatch):
+    """Without updates that are not merged, and with the weights frozen that were."""
+
+    def fail(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("unrolled.interop.hf.transfer.train", fail)
+    model = linear(teacher)
+    model.lm_head.requires_grad_(False)
+    before = weights(model)
+    for stage, given in ((transfer, (teacher,)), (finetune, ())):
+        with pytest.raises(KeyboardInterrupt):
+            stage(model, *given, data, CONFIG, tmp_path, **{} if given else {"lora": 2})
+        assert weights(model).keys() == before.keys()
+        assert changed(before, weights(model)) == set()
+        assert [name for name, x in model.named_parameters() if not x.requires_grad] == ["lm_head.weight"]
+
+
 def test_the_run_of_another_model_is_not_resumed(teacher, data, tmp_path):
     config = TrainConfig(steps=1, batch_size=2, warmup_steps=0)
     finetune(linear(teacher), data, config, tmp_path, progress=False)
@@ -240,6 +275,14 @@ def test_weights_in_16_bits_are_trained_in_32_and_saved_in_16(folder, teacher, t
     assert hf.load_linearized(tmp_path / "out").dtype == torch.bfloat16
 
 
+def test_the_type_of_saved_weights_has_two_names():
+    """The second is that of earlier versions of transformers."""
+    for config in ({"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}):
+        assert _saved_dtype(config) == torch.bfloat16
+    for config in ({}, {"dtype": None}, {"dtype": "nn"}):
+        assert _saved_dtype(config) == torch.float32
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -267,8 +310,10 @@ def test_models_that_do_not_fit_are_refused(folder, tmp_path):
     sizes = {"vocab_size": 60, "num_hidden_layers": 1, "num_attention_heads": 2}
     gpt2 = GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=16)
     bert = BertConfig(**sizes, hidden_size=16, intermediate_size=16)
-    few = LlamaConfig(**sizes | {"vocab_size": 5}, hidden_size=16, intermediate_size=16)
+    few = LlamaConfig(**sizes | {"vocab_size": 30}, hidden_size=16, intermediate_size=16)
+    short = BertConfig(**bert.to_diff_dict() | {"is_decoder": True, "max_position_embeddings": 16})
     made = {"gpt2": GPT2LMHeadModel(gpt2), "bert": BertForMaskedLM(bert), "few": LlamaForCausalLM(few)}
+    made["short"] = BertLMHeadModel(short)
     for name, model in made.items():
         model.save_pretrained(tmp_path / name)
         make_tokenizer().save_pretrained(tmp_path / name)
@@ -279,7 +324,8 @@ def test_models_that_do_not_fit_are_refused(folder, tmp_path):
     for name, sentence in {
         "gpt2": "length is 32, but must be at most 16, the number of positions of the model",
         "bert": "reads in both directions, but must be a causal language model",
-        "few": "the tokenizer makes the id 30, but the model has 5 ids",
+        "short": "length is 32, but must be at most 16, the number of positions of the model",
+        "few": "the tokenizer makes the id 30, but the model has 30 ids",
         "bare": "the tokenizer makes no tokens of the text: the folder of the model may have none",
         "cut": "cut cannot be read as a causal language model",
     }.items():

@@ -251,6 +251,8 @@ def test_the_copy_shares_no_memory_and_keeps_the_mode():
     ours = import_weights(theirs)
     assert not ours.training
     assert import_weights(theirs.train()).training
+    assert not import_weights(perceiver("MaskedLM")).training
+    assert import_weights(hugging_face("Bert", hidden_dropout_prob=0.3)).config.dropout == 0.3
     before = ours.embedding.weight.clone()
     nn.init.zeros_(theirs.bert.embeddings.word_embeddings.weight)
     assert torch.equal(ours.embedding.weight, before)
@@ -337,6 +339,10 @@ def test_what_cannot_be_read_is_refused_in_one_sentence(tmp_path, monkeypatch):
         import_weights(tmp_path)
     file.write_bytes(b"broken")
     with pytest.raises(ValueError, match=unreadable):
+        import_weights(tmp_path)
+    file.unlink()
+    torch.save(hugging_face("Bert", "ForMaskedLM").state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=unreadable):  # a pickle could run code
         import_weights(tmp_path)
 
 

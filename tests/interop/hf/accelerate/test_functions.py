@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.nn.functional import conv1d, pad, silu, softplus
+from torch.nn.functional import conv1d, gelu, pad, silu, softplus
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
@@ -155,6 +155,24 @@ def test_keys_that_are_not_normalised_are_scaled_and_repeated_only():
     found, state = delta.chunk_delta_rule(q, k / 9, v, g=g, beta=beta)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
     assert state is None
+    found, state = delta.recurrent_delta_rule(q, k / 9, v, g, beta)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    assert state is None
+
+
+def test_a_step_returns_its_state_only_if_asked_for_it():
+    *inputs, state = rule_inputs(1)
+    found, none = delta.recurrent_delta_rule(*inputs, initial_state=state)
+    torch.testing.assert_close(found, delta.chunk_delta_rule(*inputs, initial_state=state)[0])
+    assert none is None
+
+
+def test_keys_of_another_type_than_queries_are_accepted():
+    """As in autocast, where a norm computes in fp32."""
+    q, k, v, *others = rule_inputs(20)
+    k, v = k.bfloat16(), v.bfloat16()
+    found = run_rule(delta.chunk_delta_rule)(q, k, v, *others)
+    torch.testing.assert_close(found, run_rule(delta.chunk_delta_rule)(q, k.float(), v.float(), *others))
 
 
 @FP32_AND_FP64
@@ -212,12 +230,21 @@ def test_a_step_of_mamba_2_updates_the_state(gated, own_layout):
     torch.testing.assert_close(kept, after.float(), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("activation", [None, "silu"])
+def test_a_step_of_mamba_2_has_the_type_of_its_inputs():
+    x, dt, A, B, C, *_, state = scan_inputs(1, 2)
+    x, dt, B, C = (y[:, 0].bfloat16() for y in (x, dt, B, C))
+    wide = dt[..., None].expand(-1, -1, 8), A[:, None, None].expand(-1, 8, 16)
+    for z in (None, drawn(2, 4, 8, dtype=torch.bfloat16)):
+        found = ssd.mamba2_selective_state_update(state, x, *wide, B, C, z=z)
+        assert (found.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu"])
 @pytest.mark.parametrize("T", [1, 2, 9])
 def test_the_convolution(T, activation):
     def definition(x, weight, bias):
         y = conv1d(pad(x, (3, 0)), weight.unsqueeze(1), bias, groups=5)
-        return [y if activation is None else silu(y)]
+        return [{None: lambda y: y, "silu": silu, "gelu": gelu}[activation](y)]
 
     def run(x, weight, bias):
         return [conv.causal_conv1d_fn(x, weight, bias, activation)]

@@ -12,6 +12,7 @@ from torch import nn
 
 from unrolled.contract import UnsupportedError
 from unrolled.interop import hf
+from unrolled.interop.hf.accelerate.rebind import rebound
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3}
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
@@ -137,6 +138,17 @@ def test_results_in_fp64_are_those_of_transformers(family):
     assert_close(again.logits, generated.logits)
 
 
+@pytest.mark.parametrize("family", ["Qwen3_5", "Mamba2", "Lfm2", "MiniMax"])
+def test_results_in_bfloat16_have_the_types_of_transformers(family):
+    model, given = make(family).bfloat16(), inputs()
+    generated = generate(model, given)
+    hf.accelerate(model)
+    again = generate(model, given)
+    torch.testing.assert_close(again.logits[0], generated.logits[0], atol=0.1, rtol=0.1)
+    found, expected = (states(each.past_key_values) for each in (again, generated))
+    assert {name: x.dtype for name, x in found.items()} == {name: x.dtype for name, x in expected.items()}
+
+
 PACKED = ["Qwen3Next", "KimiLinear", "FalconH1", "NemotronH", "Zamba2", "Lfm2", "MiniMax"]
 
 
@@ -170,6 +182,15 @@ def by_parts(model, switches):
 def test_a_cache_goes_on_with_and_without(family, switches):
     model = make(family)
     assert_close(by_parts(model, switches), by_parts(model, (0, 0, 0, 0)))
+
+
+def scaled(x, /, by=2, *, plus=3):
+    return abs(x) * by + plus
+
+
+def test_a_forward_that_calls_other_functions_keeps_its_defaults():
+    other = rebound(scaled, {"abs": lambda x: 10 * x})
+    assert (scaled(-1), other(-1), other(-1, 3, plus=0)) == (5, -17, -30)
 
 
 def test_other_models_of_the_family_are_left_alone():
