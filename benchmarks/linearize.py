@@ -145,12 +145,12 @@ def costs(teacher: Any, out: Path) -> None:
         for name, model in models.items():
             began = time.process_time()
             found = model(prompt, use_cache=True, logits_to_keep=1)
-            read[name], caches[name] = time.process_time() - began, found.past_key_values
+            read[name], caches[name] = time.process_time() - began, found.cache
         times: dict[str, list[float]] = {name: [] for name in models}
         for _ in range(64):
             for name, model in models.items():
                 began = time.process_time()
-                model(prompt[:, :1], past_key_values=caches[name], use_cache=True)
+                model(prompt[:, :1], cache=caches[name], use_cache=True)
                 times[name].append(time.process_time() - began)
         for name in models:
             row = {"context": context, "recipe": name, "reading": read[name]}

@@ -46,13 +46,13 @@ with tempfile.TemporaryDirectory() as folder:
 prompt = tokenizer("the wheels on ", return_tensors="pt")
 for length in (20, 200):
     out = model.generate(**prompt, max_new_tokens=length, do_sample=False, return_dict_in_generate=True)
-    print(f"{length} characters, a cache of {out.past_key_values.nbytes():,} bytes:")
+    print(f"{length} characters, a cache of {out.cache.nbytes():,} bytes:")
     print(f"  {tokenizer.decode(out.sequences[0])}")
 
 # A state is never changed in place: both continuations begin with the state of a prompt that is read once.
 with torch.no_grad():
-    state = model(**prompt, use_cache=True).past_key_values.layers[0].state
+    state = model(**prompt, use_cache=True).cache.layers[0].state
 for more in ("the bus", "round"):
     text = tokenizer("the wheels on " + more, return_tensors="pt")
-    out = model.generate(**text, past_key_values=state, max_new_tokens=20, do_sample=False)
+    out = model.generate(**text, cache=state, max_new_tokens=20, do_sample=False)
     print("from the state:", tokenizer.decode(out[0]))

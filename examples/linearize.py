@@ -66,5 +66,5 @@ for name, each in {"softmax": model, "linear": student}.items():
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=100, do_sample=False,
         return_dict_in_generate=True,
     )  # fmt: skip
-    cache = hf.StateCache(written.past_key_values.layers)
+    cache = hf.StateCache(written.cache.layers)
     print(f"{name}: {cache.nbytes():,} bytes of cache after {written.sequences.shape[1]} tokens")

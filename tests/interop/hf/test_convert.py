@@ -74,7 +74,7 @@ def test_generation_continues_a_decoder_state(tmp_path):
     with torch.no_grad():
         _, state = model.prefill(tokens, model.init_state(1))
     drawn = hf.to_transformers(model).generate(
-        torch.cat([tokens, tokens[:, :1]], dim=1), past_key_values=state, max_new_tokens=4, do_sample=False
+        torch.cat([tokens, tokens[:, :1]], dim=1), cache=state, max_new_tokens=4, do_sample=False
     )
     ours = []
     with torch.no_grad():

@@ -98,7 +98,7 @@ def test_a_state_is_continued(model, ids):
     before = {name: x.clone() for name, x in leaves(state).items()}
     whole = generate(model, ids)
     for given in (state, hf.StateCache.of(state, 4)):
-        out = generate(model, ids, past_key_values=given)
+        out = generate(model, ids, cache=given)
         assert torch.equal(out.sequences, whole.sequences)
         assert_logits_are_parallel(model, out)
     assert all(torch.equal(x, before[name]) for name, x in leaves(state).items())
@@ -107,7 +107,7 @@ def test_a_state_is_continued(model, ids):
 
 def test_the_cache_of_generate_is_continued(model, ids):
     first = generate(model, ids, max_new_tokens=5)
-    second = generate(model, first.sequences, past_key_values=first.past_key_values, max_new_tokens=N - 5)
+    second = generate(model, first.sequences, cache=first.cache, max_new_tokens=N - 5)
     assert torch.equal(second.sequences, generate(model, ids).sequences)
 
 
@@ -119,8 +119,8 @@ def test_several_tokens_after_a_cache_continue_it(model, ids):
         cache, parts = None, []
         for start, end in ((0, 2), (2, 5), (5, 6), (6, 7)):
             shown = mask[:, :end] if start % 2 else mask[:, start:end]
-            out = model(ids[:, start:end], attention_mask=shown, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = model(ids[:, start:end], attention_mask=shown, cache=cache, use_cache=True)
+            cache = out.cache
             parts.append(out.logits)
     assert cache.get_seq_length() == 7
     valid = mask == 1
@@ -129,8 +129,8 @@ def test_several_tokens_after_a_cache_continue_it(model, ids):
 
 def test_the_cache_of_linear_attention_has_constant_size(ids):
     model = make("linear")
-    sizes = [generate(model, ids, max_new_tokens=n).past_key_values.nbytes() for n in (2, 40)]
-    assert sizes[0] == sizes[1] == model(ids).past_key_values.nbytes()
+    sizes = [generate(model, ids, max_new_tokens=n).cache.nbytes() for n in (2, 40)]
+    assert sizes[0] == sizes[1] == model(ids).cache.nbytes()
 
 
 @pytest.mark.parametrize("in_config", [True, False])
@@ -153,13 +153,13 @@ def test_rows_that_have_ended_are_fed_padding(ids, pad, in_config):
 
 def test_beams_of_a_given_state_are_repeated_first(ids):
     model = make("linear")
-    state = model(ids[:, :4]).past_key_values.layers[0].state
+    state = model(ids[:, :4]).cache.layers[0].state
     cache = hf.StateCache.of(state, 4)
     cache.batch_repeat_interleave(3)
-    out = generate(model, ids, past_key_values=cache, num_beams=3)
+    out = generate(model, ids, cache=cache, num_beams=3)
     assert torch.equal(out.sequences, generate(model, ids, num_beams=3).sequences)
     with pytest.raises(ValueError, match=r"state.position is torch.int64 of shape \[2\]"):
-        generate(model, ids, past_key_values=state, num_beams=3)
+        generate(model, ids, cache=state, num_beams=3)
 
 
 def test_a_state_of_padded_rows_is_continued(ids):
@@ -169,19 +169,19 @@ def test_a_state_of_padded_rows_is_continued(ids):
         _, state = model.model.prefill(
             ids[:, :5], model.model.init_state(2), key_padding_mask=mask[:, :5] == 0
         )
-    out = generate(model, ids, attention_mask=mask, past_key_values=state)
+    out = generate(model, ids, attention_mask=mask, cache=state)
     expected = generate(model, ids, attention_mask=mask)
     assert torch.equal(out.sequences, expected.sequences)
     torch.testing.assert_close(out.logits[0], expected.logits[0], **SINGLE)
     with pytest.raises(ValueError, match=r"has read \[3, 2\] tokens of its rows, but must have read as many"):
-        generate(model, ids, attention_mask=torch.ones_like(mask), past_key_values=state)
+        generate(model, ids, attention_mask=torch.ones_like(mask), cache=state)
 
 
 def test_new_tokens_continue_a_cache_with_a_mask_of_all(ids):
     model = make("softmax")
     with torch.no_grad():
-        cache = model(ids[:, :5]).past_key_values
-    out = generate(model, ids[:, 5:], attention_mask=torch.ones_like(ids), past_key_values=cache)
+        cache = model(ids[:, :5]).cache
+    out = generate(model, ids[:, 5:], attention_mask=torch.ones_like(ids), cache=cache)
     assert torch.equal(out.sequences[:, 2:], generate(model, ids).sequences[:, 7:])
 
 
@@ -190,13 +190,13 @@ def test_inputs_that_have_all_been_read_are_refused(given, ids):
     """Transformers would read them a second time, or fail on none."""
     model = make("linear")
     with torch.no_grad():
-        cache = model(ids).past_key_values
+        cache = model(ids).cache
     for past in (cache, cache.layers[0].state):
         with pytest.raises(
             ValueError, match=f"has read 7 positions, but must .* fewer than the {7 - given} of"
         ):
-            generate(model, ids[:, given:], past_key_values=past)
-    out = generate(model, torch.cat([ids, ids[:, :1]], dim=1), past_key_values=cache)
+            generate(model, ids[:, given:], cache=past)
+    out = generate(model, torch.cat([ids, ids[:, :1]], dim=1), cache=cache)
     assert out.sequences.shape == (2, 8 + N)
 
 
@@ -206,15 +206,15 @@ def test_a_state_that_ends_before_padding_has_read_all_of_the_inputs(ids):
     with torch.no_grad():
         _, state = model.model.prefill(ids[:, :5], model.model.init_state(2))
     with pytest.raises(ValueError, match="has read 7 positions, but must have read fewer than the 7 of"):
-        generate(model, ids, attention_mask=mask, past_key_values=state)
+        generate(model, ids, attention_mask=mask, cache=state)
 
 
 @torch.no_grad()
 def test_a_cache_that_is_not_asked_for_is_not_returned(ids):
     model = make("linear")
-    cache = model(ids[:, :5]).past_key_values
-    out = model(ids[:, 5:], past_key_values=cache, use_cache=False)
-    assert out.past_key_values is None
+    cache = model(ids[:, :5]).cache
+    out = model(ids[:, 5:], cache=cache, use_cache=False)
+    assert out.cache is None
     torch.testing.assert_close(out.logits, model(ids).logits[:, 5:])
 
 
@@ -227,17 +227,36 @@ def test_a_start_symbol_is_no_padding_although_it_pads(ids):
     torch.testing.assert_close(model(begun).logits, model.model(begun))
 
 
+def test_the_earlier_name_of_a_cache_is_accepted_but_not_both_names(ids):
+    """Before transformers 5.24 a cache was `past_key_values`."""
+    model = make("linear")
+    with torch.no_grad():
+        _, state = model.model.prefill(ids[:, :5], model.model.init_state(2))
+        expected = model(ids[:, 5:], cache=state).logits
+        assert torch.equal(model(ids[:, 5:], past_key_values=state).logits, expected)
+        assert torch.equal(
+            model.base_model(ids[:, 5:], past_key_values=state)[0],
+            model.base_model(ids[:, 5:], cache=state)[0],
+        )
+    assert torch.equal(
+        generate(model, ids, past_key_values=state).sequences, generate(model, ids, cache=state).sequences
+    )
+    for call in (model, model.base_model, model.generate):
+        with pytest.raises(ValueError, match="cache and past_key_values are two names of one argument"):
+            call(ids, cache=state, past_key_values=state)
+
+
 def test_states_of_another_model_are_refused(ids):
     model = make("linear")
     for other in (make("softmax"), make("linear", n_heads=1), make("linear", n_layers=1)):
-        cache = other(ids).past_key_values
+        cache = other(ids).cache
         for given in (cache, cache.layers[0].state):
             with pytest.raises(ValueError, match="a state of another model"):
-                model(ids, past_key_values=given)
-    with pytest.raises(ValueError, match="past_key_values is a list, but must be a StateCache"):
-        model(ids, past_key_values=[])
+                model(ids, cache=given)
+    with pytest.raises(ValueError, match="cache is a list, but must be a StateCache"):
+        model(ids, cache=[])
     with pytest.raises(ValueError, match="must be a StateCache of one StateLayer"):
-        model(ids, past_key_values=hf.StateCache([hf.StateLayer(), hf.StateLayer()]))
+        model(ids, cache=hf.StateCache([hf.StateLayer(), hf.StateLayer()]))
 
 
 def test_a_state_cannot_be_rolled_back_so_assisted_decoding_is_refused(ids):

@@ -190,8 +190,8 @@ def test_every_recurrent_mechanism_continues_in_chunks(name):
         cache, found = None, []
         for start, end in [(0, 4), (4, 7), (7, 8), (8, 9)]:
             ids, mask = given["input_ids"][:, start:end], given["attention_mask"][:, :end]
-            out = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
-            cache, found = out.past_key_values, [*found, out.logits]
+            out = model(ids, attention_mask=mask, cache=cache, use_cache=True)
+            cache, found = out.cache, [*found, out.logits]
     keep = given["attention_mask"].bool()
     torch.testing.assert_close(torch.cat(found, 1)[keep], expected[keep], atol=1e-4, rtol=1e-4)
     assert cache.get_seq_length() == 9
@@ -227,16 +227,14 @@ def test_generating_continues_a_state(linear):
     model, ids = linear["llama"], inputs("llama")["input_ids"][1:]
     whole = model.generate(ids, max_new_tokens=10, do_sample=False)
     first = model.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
-    rest = model.generate(
-        first.sequences, past_key_values=first.past_key_values, max_new_tokens=6, do_sample=False
-    )
+    rest = model.generate(first.sequences, cache=first.cache, max_new_tokens=6, do_sample=False)
     assert torch.equal(rest, whole)
 
 
 def test_a_cache_of_the_caller_holds_the_states(linear):
     model, ids = linear["qwen3"], inputs("qwen3")["input_ids"][1:]
     cache = DynamicCache(config=model.config)
-    parts = [model(part, past_key_values=cache).logits for part in ids.split([5, 1, 3], 1)]
+    parts = [model(part, cache=cache).logits for part in ids.split([5, 1, 3], 1)]
     assert cache.get_seq_length() == 9
     torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits)
 
@@ -263,7 +261,7 @@ def test_the_cache_holds_states_where_layers_were_replaced():
     for length in (4, 40):
         cache = model.generate(
             ids, max_new_tokens=length, do_sample=False, return_dict_in_generate=True
-        ).past_key_values
+        ).cache
         assert isinstance(cache, hf.StateCache)
         assert [type(layer) for layer in cache.layers] == [hf.StateLayer, DynamicLayer, hf.StateLayer]
         sizes.append([cache.layers[0].nbytes(), cache.nbytes()])
@@ -368,7 +366,7 @@ def test_a_bert_decoder_has_states():
         for use_cache in (True, False)
     )
     assert torch.equal(cached, plain)
-    assert isinstance(model(ids, use_cache=True).past_key_values, hf.StateCache)
+    assert isinstance(model(ids, use_cache=True).cache, hf.StateCache)
 
 
 @pytest.mark.parametrize("layers", [None, [0]], ids=["all layers", "one layer"])
@@ -386,10 +384,10 @@ def test_packed_sequences_are_refused(layers):
 
 def test_a_cache_of_keys_and_values_is_refused():
     model, ids = make("llama"), inputs("llama")["input_ids"]
-    cache = model(ids, use_cache=True).past_key_values
+    cache = model(ids, use_cache=True).cache
     assert isinstance(cache, DynamicCache)
     with pytest.raises(ValueError, match="holds a DynamicLayer for layer 0"):
-        hf.linearize(model)(ids, past_key_values=cache)
+        hf.linearize(model)(ids, cache=cache)
 
 
 @pytest.mark.parametrize(
@@ -416,7 +414,7 @@ def test_wrong_arguments_are_refused(given, error, sentence):
 def test_an_adapter_in_a_replaced_layer_must_be_merged_first():
     model, ids = make("llama"), torch.tensor([[3, 1, 4, 1, 5]])
     where = {"target_modules": ["v_proj"], "layers_to_transform": [1]}
-    model.add_adapter(peft.LoraConfig(**where, init_lora_weights=False))
+    peft.inject_adapter_in_model(peft.LoraConfig(**where, init_lora_weights=False), model)
     expected = model(ids).logits
     with pytest.raises(
         UnsupportedError, match="LlamaAttention has an adapter in v_proj, which would be lost"
@@ -513,17 +511,17 @@ def test_replaced_layers_are_in_the_mode_of_the_model(mode):
 
 def test_no_states_are_made_in_training():
     linear, given = hf.linearize(make("llama")), inputs("llama")
-    assert linear.train()(**given).past_key_values is None
-    assert isinstance(linear.eval()(**given).past_key_values, hf.StateCache)
+    assert linear.train()(**given).cache is None
+    assert isinstance(linear.eval()(**given).cache, hf.StateCache)
 
 
 @torch.no_grad()
 def test_a_single_padded_token_leaves_the_state_of_its_row():
     linear, given = hf.linearize(make("llama")), inputs("llama")
-    cache = linear(**given, use_cache=True).past_key_values
+    cache = linear(**given, use_cache=True).cache
     before = [x[0].clone() for x in leaves(cache.layers[0].state).values()]
     mask = torch.cat([given["attention_mask"], torch.tensor([[0], [1]])], 1)
-    linear(input_ids=torch.tensor([[5], [6]]), attention_mask=mask, past_key_values=cache)
+    linear(input_ids=torch.tensor([[5], [6]]), attention_mask=mask, cache=cache)
     after = [x[0] for x in leaves(cache.layers[0].state).values()]
     assert all(map(torch.equal, before, after))
 

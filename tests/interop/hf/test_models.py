@@ -85,14 +85,14 @@ def test_a_bare_model_loads_any_of_them_without_its_head(kind, ids, tmp_path):
 def test_a_bare_decoder_continues_a_cache_and_gets_a_new_head(ids, tmp_path):
     model = AutoModel.from_config(make().config).double().eval()
     whole = model(ids, attention_mask=MASK)
-    assert whole.past_key_values.get_seq_length() == ids.shape[1]
+    assert whole.cache.get_seq_length() == ids.shape[1]
     cache = hf.StateCache()
     parts = [
-        model(ids[:, a:b], attention_mask=MASK[:, :b], past_key_values=cache, return_dict=False)[0]
+        model(ids[:, a:b], attention_mask=MASK[:, :b], cache=cache, return_dict=False)[0]
         for a, b in ((0, 3), (3, 4), (4, 7))
     ]
     torch.testing.assert_close(torch.cat(parts, dim=1)[MASK == 1], whole.last_hidden_state[MASK == 1])
-    assert model(ids, use_cache=False).past_key_values is None
+    assert model(ids, use_cache=False).cache is None
     model.save_pretrained(tmp_path)
     with_head = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(with_head.model.embedding.weight, model.model.embedding.weight)
@@ -105,7 +105,7 @@ def bare(**fields):
 
 def test_a_bare_encoder_has_segments_and_no_cache(ids):
     encoder = bare(n_segments=2, is_decoder=False)
-    assert encoder(ids, token_type_ids=torch.ones_like(ids)).past_key_values is None
+    assert encoder(ids, token_type_ids=torch.ones_like(ids)).cache is None
 
 
 def test_models_of_one_config_do_not_change_each_other(ids, tmp_path):
@@ -116,7 +116,7 @@ def test_models_of_one_config_do_not_change_each_other(ids, tmp_path):
     assert isinstance(AutoModel.from_pretrained(tmp_path).model, Encoder)
     decoder = hf.UnrolledModel(config)
     hf.UnrolledForMaskedLM(config)
-    assert decoder(ids).past_key_values is not None
+    assert decoder(ids).cache is not None
 
 
 def test_random_features_survive_saving(ids, tmp_path):
@@ -151,7 +151,7 @@ def test_logits_and_losses_are_those_of_the_model_inside(ids):
     decoder = make()
     out = decoder(ids, attention_mask=MASK, labels=labels)
     padding = MASK == 0
-    assert out.past_key_values is None
+    assert out.cache is None
     inside = decoder.model(ids, key_padding_mask=padding)
     assert torch.equal(out.logits[~padding], inside[~padding])
     targets = labels.masked_fill(padding, -100)[:, 1:]
@@ -290,7 +290,7 @@ def test_a_wrong_field_gets_one_sentence(fields, sentence):
 
 def adapted():
     model = make()
-    model.add_adapter(peft.LoraConfig(target_modules=["qkv_proj"]))
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["qkv_proj"]), model)
     return model
 
 
@@ -360,7 +360,7 @@ def test_only_the_main_process_changes_the_files(tmp_path):
     [
         (lambda ids: hf.from_transformers(adapted()), UnsupportedError, "has an adapter in"),
         (lambda ids: make().set_output_embeddings(torch.nn.Linear(2, 2)), UnsupportedError, "the vocabulary of a model is fixed"),
-        (lambda ids: bare(is_decoder=False)(ids, past_key_values=hf.StateCache()), UnsupportedError, "an encoder has no cache"),
+        (lambda ids: bare(is_decoder=False)(ids, cache=hf.StateCache()), UnsupportedError, "an encoder has no cache"),
         (lambda ids: bare()(ids, token_type_ids=ids), UnsupportedError, "a decoder has no segments"),
         (lambda ids: hf.from_transformers(bare()), UnsupportedError, "lacks its decoder's output layer"),
         (lambda ids: hf.UnrolledForCausalLM(hf.UnrolledConfig(d_model=16, n_heads=2)), ValueError, "vocab_size is None, but must be an integer"),
@@ -502,8 +502,8 @@ def test_adapters_of_peft_are_in_the_forward_and_in_every_step(name, ids):
         whole = adapted(input_ids=ids, use_cache=False).logits
         cache, steps = None, []
         for t in range(7):
-            out = adapted(input_ids=ids[:, t : t + 1], past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = adapted(input_ids=ids[:, t : t + 1], cache=cache, use_cache=True)
+            cache = out.cache
             steps.append(out.logits)
     torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=0, atol=1e-10)
     assert (whole - before).abs().max() > 0.1

@@ -60,10 +60,10 @@ def test_a_plan_draws_the_same_tokens(model, options, steps):
 @torch.no_grad()
 def test_the_cache_is_one_of_the_model_again(model, steps):
     out = model.generate(prompts(), max_new_tokens=N, min_new_tokens=N, return_dict_in_generate=True)
-    cache, ids = out.past_key_values, out.sequences
+    cache, ids = out.cache, out.sequences
     assert steps
     assert isinstance(cache.only.state, DecoderState)
-    found = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+    found = model(ids[:, -1:], cache=cache).logits[:, -1]
     torch.testing.assert_close(found, model(ids, use_cache=False).logits[:, -1], rtol=1e-4, atol=1e-4)
 
 
@@ -76,7 +76,7 @@ def test_a_state_that_was_read_during_generation_keeps_its_values(model, steps):
         return scores
 
     options = {"logits_processor": [note], "max_new_tokens": N, "min_new_tokens": N}
-    model.generate(prompts(), past_key_values=cache, **options)
+    model.generate(prompts(), cache=cache, **options)
     assert steps
     for state, copied in seen:
         torch.testing.assert_close(leaves(state), leaves(copied), rtol=0, atol=0)
@@ -85,8 +85,8 @@ def test_a_state_that_was_read_during_generation_keeps_its_values(model, steps):
 @torch.no_grad()
 def test_a_cache_that_was_given_is_continued(model, steps):
     ids, cache = prompts(), StateCache()
-    model(ids[:, :4], past_key_values=cache)
-    found = model.generate(ids, past_key_values=cache, max_new_tokens=N, min_new_tokens=N)
+    model(ids[:, :4], cache=cache)
+    found = model.generate(ids, cache=cache, max_new_tokens=N, min_new_tokens=N)
     assert steps
     assert isinstance(cache.only.state, DecoderState)
     assert torch.equal(found, model.generate(ids, max_new_tokens=N, min_new_tokens=N))
@@ -101,9 +101,7 @@ def test_what_is_kept_while_a_plan_runs_does_not_change(model, steps):
         kept[ids.shape[1]] = state, map_tensors(torch.clone, state), copy.deepcopy(cache)
         return torch.zeros(len(ids), dtype=torch.bool)
 
-    out = model.generate(
-        prompts(), past_key_values=cache, max_new_tokens=N, min_new_tokens=N, stopping_criteria=[keep]
-    )
+    out = model.generate(prompts(), cache=cache, max_new_tokens=N, min_new_tokens=N, stopping_criteria=[keep])
     assert steps
     for length, (state, before, copied) in kept.items():
         assert isinstance(state, DecoderState)
@@ -111,10 +109,10 @@ def test_what_is_kept_while_a_plan_runs_does_not_change(model, steps):
             assert torch.equal(x, y)
         expected = model(out[:, :length], use_cache=False).logits[:, -1]
         for given in (state, copy.deepcopy(copied)):  # which have not read the last token
-            found = model(out[:, length - 1 : length], past_key_values=given).logits[:, -1]
+            found = model(out[:, length - 1 : length], cache=given).logits[:, -1]
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     copied = kept[max(kept) - 3][2]
-    assert torch.equal(model.generate(out[:, : max(kept) - 3], past_key_values=copied, max_new_tokens=3), out)
+    assert torch.equal(model.generate(out[:, : max(kept) - 3], cache=copied, max_new_tokens=3), out)
 
 
 def test_weights_may_be_rounded(steps):
@@ -160,7 +158,7 @@ def test_an_error_leaves_the_model_as_it_was(steps):
         return torch.zeros(len(ids), dtype=torch.bool)
 
     with pytest.raises(KeyboardInterrupt):
-        model.generate(prompts(), past_key_values=cache, max_new_tokens=N, stopping_criteria=[fail])
+        model.generate(prompts(), cache=cache, max_new_tokens=N, stopping_criteria=[fail])
     assert isinstance(cache.only.state, DecoderState)
     assert torch.equal(*(model.generate(prompts(), max_new_tokens=5, do_sample=False) for _ in range(2)))
 
@@ -169,12 +167,12 @@ def test_a_cache_of_a_call_inside_generate_can_be_continued(model):
     kept = []
 
     def look(ids, logits):
-        kept.append((ids, model(ids, use_cache=True).past_key_values))
+        kept.append((ids, model(ids, use_cache=True).cache))
         return logits
 
     model.generate(prompts(), max_new_tokens=N, min_new_tokens=N, logits_processor=[look])
     for ids, cache in (kept[0], kept[-1]):
-        found = model(ids[:, :1], past_key_values=cache).logits
+        found = model(ids[:, :1], cache=cache).logits
         torch.testing.assert_close(found, model(torch.cat([ids, ids[:, :1]], 1)).logits[:, -1:])
 
 
@@ -202,5 +200,5 @@ def test_a_compiled_model_has_no_graph_breaks():
 def test_the_cache_that_generate_returns_holds_no_plan(model, steps):
     out = model.generate(prompts(), max_new_tokens=N, min_new_tokens=N, return_dict_in_generate=True)
     assert steps
-    assert out.past_key_values.only.plan is None
-    assert isinstance(out.past_key_values.only.latest, DecoderState)
+    assert out.cache.only.plan is None
+    assert isinstance(out.cache.only.latest, DecoderState)

@@ -299,7 +299,7 @@ def gpt2():
 
 def with_adapter():
     model = hugging_face("Bert")
-    model.add_adapter(peft.LoraConfig(target_modules=["query"]))
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["query"]), model)
     return model
 
 

@@ -105,7 +105,7 @@ class ReadsTokens:
             return None
         if not isinstance(given, StateCache) or given.only is None:
             raise ValueError(
-                f"past_key_values is a {type(given).__name__}, but must be a StateCache of one StateLayer "
+                f"cache is a {type(given).__name__}, but must be a StateCache of one StateLayer "
                 "or a DecoderState"
             )
         if given.only.plan is None and given.only.state is not None:
@@ -121,7 +121,7 @@ class ReadsTokens:
             for name, x in found.items()
         ):
             raise ValueError(
-                "past_key_values holds a state of another model: its tensors have other names or sizes than "
+                "cache holds a state of another model: its tensors have other names or sizes than "
                 "those of this one's init_state"
             )
 

@@ -9,6 +9,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from unrolled.contract import UnsupportedError
 from unrolled.decode.packing import Weights
+from unrolled.interop.hf._cache_name import CACHE, either
 from unrolled.interop.hf._model import Count, UnrolledPreTrainedModel
 from unrolled.interop.hf._planned import current, generation
 from unrolled.interop.hf._reading import ReadsTokens
@@ -27,7 +28,7 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
     of the attention has constant size, so has the cache. A cache can be continued by any number of tokens,
     padded or not, with the same results as one forward pass over all tokens.
 
-    `past_key_values` also takes a `DecoderState`, as from `Decoder.prefill`; it is not modified.
+    `cache` also takes a `DecoderState`, as from `Decoder.prefill`; it is not modified.
 
     Tokens equal to the `pad_token_id` of the generation config are padding if that id is outside the
     vocabulary, even where `attention_mask` is 1, as in `generate` for rows that have ended.
@@ -52,12 +53,13 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: StateCache | DecoderState | None = None,
+        cache: StateCache | DecoderState | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
         logits_to_keep: int = 0,
+        past_key_values: StateCache | DecoderState | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast | tuple[object, ...]:
         """Return the logits of the token that follows each position.
@@ -65,7 +67,7 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
         Args:
             input_ids: [B, T] long, the tokens after those that the cache has read.
             attention_mask: [B, T], or [B, S + T] with the S positions that the cache has read; 0 at padding.
-            past_key_values: the cache with the state after the earlier tokens; it is updated.
+            cache: the state after the earlier tokens; a `StateCache` is updated.
             labels: [B, T] long, equal to `input_ids`: this method shifts them. -100 and padding are ignored.
             use_cache: whether to return a cache; by default as in the config, unless there are labels.
             return_dict: False returns a tuple.
@@ -73,11 +75,12 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
                 loss is divided; in evaluation, labels at padding are subtracted from it.
             logits_to_keep: number of positions, at the end, whose logits are returned and, with a cache,
                 computed; 0 means all. `generate` sets it to 1.
+            past_key_values: `cache`, by its name before transformers 5.24.
             others: arguments of other models of transformers; each must be None or False.
 
         Returns:
             `loss` if there are labels; `logits` [B, T, vocab_size], or [B, logits_to_keep, vocab_size];
-            `past_key_values`.
+            the cache, named `past_key_values` before transformers 5.24 and `cache` since.
 
         Raises:
             UnsupportedError: the mask is a mask of query-key pairs, or one of `others` is given.
@@ -89,17 +92,20 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
         if labels is not None and logits_to_keep:
             raise ValueError(f"logits_to_keep is {logits_to_keep}, but must be 0 with labels")
         otherwise = self.config.use_cache and labels is None
-        logits, padding, cache = self._run(
-            input_ids, attention_mask, past_key_values, use_cache, otherwise, logits_to_keep or None
+        given = either(cache, past_key_values)
+        logits, padding, after = self._run(
+            input_ids, attention_mask, given, use_cache, otherwise, logits_to_keep or None
         )
         loss = None if labels is None else self._loss(logits, labels, padding, num_items_in_batch)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        named: dict[str, Any] = {CACHE: after}
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, **named)
         return self._returned(output, return_dict)
 
     def generate(
         self,
         inputs: Tensor | None = None,
         *args: Any,
+        cache: StateCache | DecoderState | None = None,
         past_key_values: StateCache | DecoderState | None = None,
         weights: Weights | None = None,
         **kwargs: Any,
@@ -110,33 +116,33 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
         and no dropout acts.
 
         Args:
-            inputs: token ids, including those that `past_key_values` has read.
+            inputs: token ids, including those that `cache` has read.
             args: as for `GenerationMixin.generate`.
-            past_key_values: a `StateCache` to continue, which is updated, or a `DecoderState`, which is not
-                modified.
+            cache: a `StateCache` to continue, which is updated, or a `DecoderState`, which is not modified.
+            past_key_values: `cache`, by its name before transformers 5.24.
             weights: form of the weights of the plan, which then reads all tokens, without dropout; fp32 by
                 default.
             kwargs: as for `GenerationMixin.generate`.
 
         Raises:
             UnsupportedError: `weights` is given, but a plan cannot run the model, or `use_cache` is False.
-            ValueError: `past_key_values` has read all of the inputs, or positions that do not match
-                `attention_mask`.
+            ValueError: `cache` has read all of the inputs, or positions that do not match `attention_mask`.
         """
         ids, mask = kwargs.get("input_ids") if inputs is None else inputs, kwargs.get("attention_mask")
-        cache = self._cache(past_key_values)
-        if cache is not None:
-            if isinstance(past_key_values, DecoderState) and mask is not None and cache.only is not None:
-                cache.only.seen = _positions_read(past_key_values, mask)
+        given = either(cache, past_key_values)
+        begun = self._cache(given)
+        if begun is not None:
+            if isinstance(given, DecoderState) and mask is not None and begun.only is not None:
+                begun.only.seen = _positions_read(given, mask)
             whole = mask if mask is not None else ids
-            if whole is not None and (seen := cache.get_seq_length()) >= whole.shape[1]:
+            if whole is not None and (seen := begun.get_seq_length()) >= whole.shape[1]:
                 raise ValueError(
-                    f"past_key_values has read {seen} positions, but must have read fewer than the "
+                    f"cache has read {seen} positions, but must have read fewer than the "
                     f"{whole.shape[1]} of the inputs, which include the tokens already read"
                 )
-            kwargs["past_key_values"] = cache
+            kwargs[CACHE] = begun
         with generation(self.model, weights):
-            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+            return super().generate(inputs, *args, **kwargs)
 
     def prepare_inputs_for_generation(
         self, *args: Any, tokenizer: object = None, **kwargs: Any
@@ -145,7 +151,7 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
 
         The tokenizer is only for the stopping criterion of `stop_strings`, but transformers passes it on too.
         """
-        taken: dict[str, object] = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        taken: dict[str, object] = super().prepare_inputs_for_generation(*args, **kwargs)
         return taken
 
     @classmethod
@@ -164,7 +170,7 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
             call.pad = pad if isinstance(pad, int) else None
         if generation_config.use_cache is not False:
             self._check_takes_cache()
-            model_kwargs.setdefault("past_key_values", StateCache())
+            model_kwargs.setdefault(CACHE, StateCache())
         elif call is not None and call.weights is not None:
             raise UnsupportedError(
                 f"weights is {call.weights!r}, but a plan needs the cache; leave out use_cache=False"
@@ -199,7 +205,7 @@ def _positions_read(state: DecoderState, attention_mask: Tensor) -> int:
     places = (counts == state.position.unsqueeze(1).to(counts.device)).all(dim=0).nonzero()
     if not len(places):
         raise ValueError(
-            f"past_key_values has read {state.position.tolist()} tokens of its rows, "
+            f"cache has read {state.position.tolist()} tokens of its rows, "
             "but must have read as many as attention_mask has up to some position"
         )
     return int(places[-1])

@@ -22,6 +22,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from unrolled.contract import UnsupportedError
 from unrolled.interop.hf import digest
+from unrolled.interop.hf._cache_name import CACHE, OLD
 from unrolled.interop.hf._packing import refuse_restarts
 from unrolled.interop.hf.cache import StateCache, StateLayer
 from unrolled.interop.hf.families import FAMILIES, class_name, is_softmax_attention, parts_of
@@ -280,7 +281,8 @@ def _start_with_states(
     """Make an empty `StateCache` if there is no cache, and turn an empty cache of transformers into one."""
     if len(args) > _place_of_cache(type(module).forward):
         return None  # the cache is passed by position; the layers check it
-    given, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
+    name = OLD if OLD in kwargs else CACHE  # transformers renames the old name later, in `forward`
+    given, use_cache = kwargs.get(name), kwargs.get("use_cache")
     if use_cache is None:
         use_cache = module.config.use_cache and not module.training
     if given is None and use_cache:
@@ -291,13 +293,13 @@ def _start_with_states(
         kind: type = StateCache
         given.__class__ = kind  # in place, since the caller passes the same object to the next call
         vars(given).update(vars(state_cache(module)))
-    return args, {**kwargs, "past_key_values": given, "use_cache": use_cache}
+    return args, {**kwargs, name: given, "use_cache": use_cache}
 
 
 @cache
 def _place_of_cache(forward: Callable[..., object]) -> int:
     """Return the number of arguments of a model's `forward` before the cache, without `self`."""
-    return list(signature(forward).parameters).index("past_key_values") - 1
+    return list(signature(forward).parameters).index(CACHE) - 1
 
 
 def _folder(path: str | Path) -> Path:

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 from unrolled.attention import load
 from unrolled.attention.base import Masks, Projected
 from unrolled.contract import UnsupportedError
+from unrolled.interop.hf._cache_name import either
 from unrolled.interop.hf._packing import refuse_packing
 from unrolled.interop.hf.cache import StateLayer
 from unrolled.interop.hf.families import AttentionParts, copy_projections
@@ -53,8 +54,9 @@ class LinearizedAttention(nn.Module):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
+        past_key_values: Cache | None = None,
         **further: object,
     ) -> tuple[Tensor, None]:
         """Attend; with a cache, continue from its state, which is updated.
@@ -62,8 +64,9 @@ class LinearizedAttention(nn.Module):
         Args:
             hidden_states: the input `[B,T,d_model]`; the output has the same shape.
             attention_mask: `[B,S]`, or transformers' mask `[B,1,T,S]`; None for no padding.
-            past_key_values: a cache whose entry of this layer is a `StateLayer`.
+            cache: a cache whose entry of this layer is a `StateLayer`.
             position_embeddings: cosines and sines `[B,T,D]`, if the model has rotary positions.
+            past_key_values: `cache`, by its name before transformers 5.24.
             further: other arguments of transformers' attention; not used.
 
         Raises:
@@ -74,7 +77,8 @@ class LinearizedAttention(nn.Module):
         refuse("a model of transformers, which counts positions itself,")
         refuse_packing("linearized attention", further)
         x, mechanism = hidden_states, self.mechanism
-        entry = None if past_key_values is None else self._entry(past_key_values)
+        given = either(cache, past_key_values)
+        entry = None if given is None else self._entry(given)
         padding = padding_of(attention_mask, x.shape[1], causal=mechanism.causal)
         if padding is not None and not mechanism.supports.padding:
             raise UnsupportedError(
@@ -124,7 +128,7 @@ class LinearizedAttention(nn.Module):
         entry = cache.layers[self.layer] if self.layer < len(cache.layers) else None
         if not isinstance(entry, StateLayer):
             raise ValueError(
-                f"past_key_values holds a {type(entry).__name__} for layer {self.layer}, but linearized "
+                f"cache holds a {type(entry).__name__} for layer {self.layer}, but linearized "
                 "attention needs a StateLayer: start with state_cache(model), or without a cache"
             )
         return entry

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from unrolled.contract import UnsupportedError
+from unrolled.interop.hf._cache_name import CACHE, either
 from unrolled.interop.hf._model import UnrolledPreTrainedModel, encode
 from unrolled.interop.hf._reading import ReadsTokens
 from unrolled.interop.hf.cache import StateCache
@@ -47,9 +48,10 @@ class UnrolledModel(ReadsTokens, UnrolledPreTrainedModel):  # type: ignore[no-un
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         global_attention_mask: Tensor | None = None,
-        past_key_values: StateCache | DecoderState | None = None,
+        cache: StateCache | DecoderState | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
+        past_key_values: StateCache | DecoderState | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast | tuple[object, ...]:
         """Return the hidden vectors, which are the outputs of the norm after the last block.
@@ -59,13 +61,15 @@ class UnrolledModel(ReadsTokens, UnrolledPreTrainedModel):  # type: ignore[no-un
             attention_mask: [B, T], or [B, S + T] with the S positions that the cache has read; 0 at padding.
             token_type_ids: [B, T] long, the `segments`, for an encoder that has segments; all 0 by default.
             global_attention_mask: [B, T], nonzero at global tokens; see `global_mask` of `Encoder.forward`.
-            past_key_values: the cache with the state of a decoder after the earlier tokens; it is updated.
+            cache: the state of a decoder after the earlier tokens; a `StateCache` is updated.
             use_cache: whether a decoder returns a cache; by default as in the config.
             return_dict: False returns a tuple.
+            past_key_values: `cache`, by its name before transformers 5.24.
             others: arguments of other models of transformers; each must be None or False.
 
         Returns:
-            `last_hidden_state` [B, T, d_model]; `past_key_values` of a decoder.
+            `last_hidden_state` [B, T, d_model]; the cache of a decoder, named `past_key_values` before
+            transformers 5.24 and `cache` since.
 
         Raises:
             UnsupportedError: the mask is a mask of query-key pairs, an encoder is given a cache, a decoder is
@@ -73,17 +77,18 @@ class UnrolledModel(ReadsTokens, UnrolledPreTrainedModel):  # type: ignore[no-un
             ValueError: the cache is of another model or batch, or a mask or token is out of range.
         """
         self._refuse(others)
-        cache = None
+        given, after = either(cache, past_key_values), None
         if self.config.is_decoder:
             if token_type_ids is not None:
                 raise UnsupportedError(
                     "token_type_ids are given, but a decoder has no segments; leave them out"
                 )
             otherwise = self.config.use_cache
-            hidden, _, cache = self._run(input_ids, attention_mask, past_key_values, use_cache, otherwise)
+            hidden, _, after = self._run(input_ids, attention_mask, given, use_cache, otherwise)
         else:
-            if past_key_values is not None:
-                raise UnsupportedError("past_key_values is given, but an encoder has no cache; leave it out")
+            if given is not None:
+                raise UnsupportedError("cache is given, but an encoder has no cache; leave it out")
             hidden, _ = encode(self.model, input_ids, attention_mask, token_type_ids, global_attention_mask)
-        output = BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
+        named: dict[str, Any] = {CACHE: after}
+        output = BaseModelOutputWithPast(last_hidden_state=hidden, **named)
         return self._returned(output, return_dict)

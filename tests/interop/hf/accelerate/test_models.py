@@ -118,8 +118,8 @@ def test_results_are_those_of_transformers(family):
     again = generate(model, given)
     assert torch.equal(again.sequences, generated.sequences)
     assert_close(again.logits, generated.logits)
-    assert states(again.past_key_values)
-    assert_close(states(again.past_key_values), states(generated.past_key_values))
+    assert states(again.cache)
+    assert_close(states(again.cache), states(generated.cache))
     hf.restore(model)
     assert torch.equal(logits(model, given), before)
     assert not any("forward" in vars(layer) for layer in model.modules())
@@ -145,7 +145,7 @@ def test_results_in_bfloat16_have_the_types_of_transformers(family):
     hf.accelerate(model)
     again = generate(model, given)
     torch.testing.assert_close(again.logits[0], generated.logits[0], atol=0.1, rtol=0.1)
-    found, expected = (states(each.past_key_values) for each in (again, generated))
+    found, expected = (states(each.cache) for each in (again, generated))
     assert {name: x.dtype for name, x in found.items()} == {name: x.dtype for name, x in expected.items()}
 
 
@@ -165,14 +165,14 @@ def test_packed_sequences_are_refused(family, argument):
 def by_parts(model, switches):
     """The logits of a sequence read in parts, by our kernels where `switches` is True; and the last states."""
     ids, found = inputs()["input_ids"][:1], []
-    name, cache = "cache_params" if model.config.model_type == "mamba2" else "past_key_values", None
+    cache = None
     if model.config.model_type == "minimax":
         cache = transformers.models.minimax.modeling_minimax.MiniMaxCache()
     for part, ours in zip(ids.split((14, 1, 5, 1), dim=1), switches, strict=True):
         (hf.accelerate if ours else hf.restore)(model)
         with torch.no_grad():
-            output = model(part, use_cache=True, **{name: cache})
-        cache = output[name]
+            output = model(part, use_cache=True, cache=cache)
+        cache = output.cache
         found.append(output.logits[0])
     return torch.cat(found), {name: x.clone() for name, x in states(cache).items()}
 

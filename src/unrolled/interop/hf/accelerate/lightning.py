@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.nn.functional import sigmoid
 
+from unrolled.interop.hf._cache_name import either
 from unrolled.interop.hf._packing import refuse_packing
 from unrolled.ops.linear import LinearState, linear_attention
 from unrolled.ops.precision import accumulation_dtype
@@ -47,12 +48,14 @@ def forward(
     hidden_states: Tensor,
     position_embeddings: object = None,
     attention_mask: Tensor | None = None,
+    cache: _Cache | None = None,
     past_key_values: _Cache | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor]:
     """Run the layer on `hidden_states [B,T,E]`; return the output and the state `[B,H,D,D]`.
 
-    The state is also written to the cache, in the dtype of the layer, as in transformers.
+    The state is also written to the cache, in the dtype of the layer, as in transformers. Before 5.24,
+    transformers calls the cache `past_key_values`.
     """
     refuse_packing("lightning attention", kwargs)
     heads = self.num_attention_heads
@@ -60,7 +63,8 @@ def forward(
     if attention_mask is not None:
         qkv = (qkv * attention_mask.unsqueeze(-1)).to(qkv.dtype)
     q, k, v = qkv.unflatten(-1, (heads, -1)).chunk(3, dim=-1)
-    kv = None if past_key_values is None else past_key_values.get_linear_cache(self.layer_idx)
+    kept = either(cache, past_key_values)
+    kv = None if kept is None else kept.get_linear_cache(self.layer_idx)
     dtype = accumulation_dtype(q.dtype)
     state = None if kv is None else LinearState(kv.to(dtype), kv.new_zeros(kv.shape[:3], dtype=dtype))
     log_decay = -self.slope_rate.float().flatten().expand(*q.shape[:3])
@@ -70,6 +74,6 @@ def forward(
     o = self.norm(o.flatten(2))
     o = self.out_proj(sigmoid(self.output_gate(hidden_states)) * o)
     kv = kv.to(v.dtype)
-    if past_key_values is not None:
-        past_key_values.set_linear_cache(self.layer_idx, kv)
+    if kept is not None:
+        kept.set_linear_cache(self.layer_idx, kv)
     return o, kv
