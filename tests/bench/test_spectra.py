@@ -72,15 +72,15 @@ def test_rotary_positions_and_the_causal_mask_are_in_the_weights():
     assert head[5].std() > 0.01, "equal tokens differ by their places only"
 
 
-def test_the_mean_is_over_heads_and_examples_without_their_padding(monkeypatch):
+def test_the_mean_is_over_heads_and_examples_without_their_padding():
     model, tokens = encoder(), torch.randint(11, (3, 9), generator=torch.Generator().manual_seed(2))
     padding = torch.zeros(3, 9, dtype=torch.bool)
     padding[1, 5:] = True
     batches = [
         Batch(tokens[[i]], torch.tensor([0]), padding[[i]] if i else None) for i in range(3)
     ]  # where no row has padding there may be no mask
-    monkeypatch.setattr(spectra, "EXAMPLES", 2)
-    found = spectra.mean_mass(model, SimpleNamespace(eval_batches=lambda size: iter(batches)), 2)
+    dataset = SimpleNamespace(eval_batches=lambda size: iter(batches))
+    found = spectra.mean_mass(model, dataset, 2, examples=2)
     parts = [expected_mass(expected_weights(model, 2, x)) for x in (tokens[[0]], tokens[[1], :5])]
     assert found == pytest.approx(np.mean(parts), abs=1e-6)
 

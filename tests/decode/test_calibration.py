@@ -53,12 +53,16 @@ def test_the_rest_makes_up_for_what_was_rounded(groups, seed):
 @settings(max_examples=15)
 @given(inputs=st.integers(1, 100), seed=st.integers(0, 999))
 def test_outputs_change_less(inputs, seed):
+    """Over ten samples: of a single sample with three to five inputs, one in 300 loses more than 5 percent."""
     torch.manual_seed(seed)
-    w, x = torch.randn(20, inputs), correlated(500, inputs)
-    H = (x.T @ x).double() / len(x)
-    whole, scale = compensated(pad(w, (0, -inputs % GROUP)), H)
-    found = (whole * scale).flatten(1)[:, :inputs]
-    before, after = ((x @ (y - w).T).square().sum() for y in (rounded(w, "int4"), found))
+    before = after = 0.0
+    for _ in range(10):
+        w, x = torch.randn(200, inputs), correlated(500, inputs)
+        H = (x.T @ x).double() / len(x)
+        whole, scale = compensated(pad(w, (0, -inputs % GROUP)), H)
+        found = (whole * scale).flatten(1)[:, :inputs]
+        plain, made_up = (((y - w).double() @ H * (y - w)).sum() for y in (rounded(w, "int4"), found))
+        before, after = before + float(plain), after + float(made_up)
     assert after <= before * (0.5 if inputs >= 20 else 1.05)
 
 
