@@ -161,6 +161,6 @@ $(VENV)/oracles: $(VENV)/installed
 	touch $@
 
 $(VENV)/clients: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet -c constraints.txt openai==3.54.0 schemathesis==4.32.5 \
+	$(BIN)/python -m pip install --quiet -c constraints.txt openai schemathesis==4.32.5 \
 		langchain-openai 'lm_eval[api]==0.4.13'
 	touch $@
