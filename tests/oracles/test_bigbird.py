@@ -13,7 +13,7 @@ from oracles.comparing import assert_all_agree
 from unrolled.attention.bigbird import Layout, bigbird_attention, bigbird_pattern
 
 np = pytest.importorskip("numpy")
-HUGGING_FACE = "transformers 5.23.0, BigBirdBlockSparseAttention"
+HUGGING_FACE = "transformers 5.24.0, BigBirdBlockSparseAttention"
 SEED, BLOCK, RANDOM, HEADS = 3, 4, 2, 2
 
 

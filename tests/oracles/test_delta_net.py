@@ -73,7 +73,7 @@ def test_hugging_face(family, name, form):
     theirs, state = function(q, k, v, g=log_decay, beta=beta, initial_state=begin, output_final_state=True)
     ours, our_state = delta_rule(q * D**-0.5, k, v, beta, log_decay=log_decay, state=begin)
     what = f"delta rule of {family}, {form}"
-    assert_all_agree(ours, theirs, inputs, what, library="transformers 5.23.0")
+    assert_all_agree(ours, theirs, inputs, what, library="transformers 5.24.0")
     assert_agree(our_state, state, f"{what}, state")
     S = begin
     for t in range(20):

@@ -47,8 +47,8 @@ def test_hugging_face_lightning_attention():
     q, k, v = module.act_fn(module.qkv_proj(x)).unflatten(-1, (4, 12)).split(4, dim=-1)
     ours, after = retention(q * 2, k, v, -module.slope_rate.flatten())  # 2 = sqrt(D): theirs does not scale
     ours = module.out_proj(module.output_gate(x).sigmoid() * module.norm(ours.flatten(-2)))
-    assert_agree(ours, theirs, "lightning attention (MiniMax)", library="transformers 5.23.0")
-    assert_agree(after, theirs_after, "lightning attention, state", library="transformers 5.23.0")
+    assert_agree(ours, theirs, "lightning attention (MiniMax)", library="transformers 5.24.0")
+    assert_agree(after, theirs_after, "lightning attention, state", library="transformers 5.24.0")
 
 
 def test_hugging_face_mamba_2():
@@ -66,5 +66,5 @@ def test_hugging_face_mamba_2():
     q, k, v = C.repeat_interleave(2, 2), B.repeat_interleave(2, 2), x * dt.unsqueeze(-1)
     ours, after = linear_attention(q, k, v, causal=True, log_decay=A * dt, normalize=False, return_state=True)
     ours = ours + D.unsqueeze(-1) * x
-    assert_agree(ours, theirs.view(ours.shape), "Mamba-2's recurrence", library="transformers 5.23.0")
-    assert_agree(after.kv, theirs_after.mT, "Mamba-2's recurrence, state", library="transformers 5.23.0")
+    assert_agree(ours, theirs.view(ours.shape), "Mamba-2's recurrence", library="transformers 5.24.0")
+    assert_agree(after.kv, theirs_after.mT, "Mamba-2's recurrence, state", library="transformers 5.24.0")

@@ -10,7 +10,7 @@ from torch import nn
 
 from unrolled.attention.longformer import LongformerAttention
 
-HUGGING_FACE = "transformers 5.23.0, LongformerSelfAttention"
+HUGGING_FACE = "transformers 5.24.0, LongformerSelfAttention"
 
 
 class HuggingFace(nn.Module):

@@ -17,7 +17,7 @@ from unrolled.attention.nystromformer import (
 )
 from unrolled.ops.softmax import softmax_attention
 
-HUGGING_FACE = "transformers 5.23.0, NystromformerSelfAttention"
+HUGGING_FACE = "transformers 5.24.0, NystromformerSelfAttention"
 NYSTROM_ATTENTION = "nystrom-attention 0.0.14"
 
 

@@ -10,7 +10,7 @@ from unrolled.models import Perceiver, PerceiverConfig, PerceiverIO, PerceiverIO
 from unrolled.ops.positions import fourier_features, grid_positions
 
 pytestmark = pytest.mark.oracles
-HUGGING_FACE = "transformers 5.23.0"
+HUGGING_FACE = "transformers 5.24.0"
 LUCIDRAINS = "perceiver-pytorch 0.11.0"
 
 

@@ -13,7 +13,7 @@ from oracles.comparing import assert_all_agree
 from unrolled.attention.reformer import ReformerAttention
 from unrolled.attention.reformer.hashing import hash_buckets, lsh_attention, unit_keys
 
-HUGGING_FACE = "transformers 5.23.0, LSHSelfAttention"
+HUGGING_FACE = "transformers 5.24.0, LSHSelfAttention"
 FAST_TRANSFORMERS = "pytorch-fast-transformers 0.4.0, ReformerAttention"
 H, D, CHUNK, SEED = 2, 6, 8, 3
 

@@ -9,7 +9,7 @@ from torch import nn
 from unrolled.models import ViT, ViTConfig
 
 pytestmark = pytest.mark.oracles
-HUGGING_FACE = "transformers 5.23.0"
+HUGGING_FACE = "transformers 5.24.0"
 SIZES = {"image_size": [12, 12], "patch_size": [4, 3], "channels": 3, "n_classes": 5, "d_model": 16, "n_heads": 4, "n_layers": 3, "d_ff": 24}  # fmt: skip
 
 
