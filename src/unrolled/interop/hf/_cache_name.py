@@ -7,8 +7,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 C = TypeVar("C")
 
-NEW, OLD = "cache", "past_key_values"
-CACHE = NEW if NEW in {field.name for field in fields(BaseModelOutputWithPast)} else OLD
+OLD = "past_key_values"
+CACHE = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else OLD
 """The name in the installed version, of arguments and of outputs."""
 
 
