@@ -38,7 +38,7 @@ def test_peers_of_linear_attention(case):
 
 
 @pytest.mark.oracles
-@pytest.mark.parametrize(("case", "size"), [("step", 3), ("training", 20)])
+@pytest.mark.parametrize(("case", "size"), [("step", 3), ("prompt", 5), ("training", 20)])
 def test_peers_of_the_decoder_run_its_weights(case, size):
     found = statuses(case, size)
     llama_cpp = [found.pop(name) for name in list(found) if name.startswith("llama.cpp")]

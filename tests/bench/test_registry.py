@@ -107,6 +107,14 @@ def test_a_step_reads_packed_weights_by_their_bits(weights, bits):
     assert decode.streamed_bytes(model, weights) == matrices * bits / 8 + rest
 
 
+def test_plans_and_the_model_read_a_prompt():
+    """Every contender of ours returns the logits after the last token of the prompt."""
+    settings, limits = Settings(quick=True, only=("unrolled",)), Limits(None, "", 1e9, 1e9)
+    rows = runner.run_problem(cases.find("prompt").problem(9, settings), settings, limits)
+    assert len(rows) == 5
+    assert {row.status for row in rows} == {"ok"} | ({"missing"} if native.missing() else set())
+
+
 def test_the_operations_of_training_are_the_counted_products_and_the_attention():
     settings = Settings(quick=True)
     model = models.decoder("linear", settings)
@@ -174,7 +182,7 @@ def test_a_quick_run_of_everything(tmp_path, monkeypatch):
     assert {row.status for row in report.rows if not row.ours} <= {"ok", "missing", "not measured"}
     without = {"missing"} if native.missing() else set()
     assert {row.status for row in report.rows if row.ours} <= {"ok", "not measured"} | without
-    assert exports.call_count <= 2  # one for `step`, one for `wide-step`
+    assert exports.call_count <= 2  # one for each width
     plain = [
         row for row in report.rows if row.contender == "unrolled plain" and row.case.startswith("linear")
     ]

@@ -1,7 +1,8 @@
-"""Cases of generation: steps of a decoder by layers, plans and other libraries, and tokens drawn by plans."""
+"""Cases of generation: steps and prompts by plans, layer by layer and by other libraries; drawn tokens."""
 
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -16,7 +17,6 @@ from unrolled.bench.models import (
     attention_operations,
     decoder,
     doubled,
-    exact_logits,
     matmuls,
     rounding_bound,
     run_definition,
@@ -31,6 +31,8 @@ from unrolled.models import Decoder
 from unrolled.ops.state import nbytes
 
 STEPS = 64
+PROMPT = 512  # tokens, as llama.cpp measures by default
+LAST = {"logits_to_keep": 1}
 # Largest error, relative to the largest logit, of forms in which the inputs of a matrix are rounded too: with
 # int8 to 16 bits, with the others to 8 bits, and with bf16 on some processors only.
 TOLERANCES = {"bf16": 2e-2, "int8": 2e-3, "int4": 0.2, "ONNX Runtime int8": 0.2}
@@ -73,41 +75,67 @@ def step(batch: int, settings: Settings, width: int | None = None) -> Problem:
         loaded = onnx.load(_exported(settings, width).name, graph, threads=settings.threads)
         return partial(generated, loaded.step, partial(loaded.init_state, batch))
 
-    config = model.config
-    head = min(llama_cpp.HEAD, config.d_model)
-    shape = rwkv.Shape(config.n_layers, config.d_model, head, config.vocab_size)
-
-    @cache  # it serves all forms
-    def of_llama_cpp() -> list[Tensor]:
-        return [rwkv.definition(rwkv.random_weights(shape), shape, tokens)]
-
+    shape = _rwkv(model)
     operations = batch * (matmuls(model) + attention_operations(model, 1, gradients=False))
     moved = streamed_bytes(model) + 2 * nbytes(model.init_state(batch))
-    compute = partial(exact_logits, model, tokens)
-    exact = rounding_bound(model, STEPS)
-    kinds = {"fp32": Definition(compute, ["logits"], exact, operations, moved)}
-    for weights in ("bf16", "int8", "int4"):
-        of_rounded = partial(_rounded_logits, model, weights, tokens)
-        kinds[weights] = Definition(of_rounded, ["logits"], TOLERANCES.get(weights, exact))
-    kinds["ONNX Runtime int8"] = Definition(compute, ["logits"], TOLERANCES["ONNX Runtime int8"])
-    for form, allowed in llama_cpp.TOLERANCES.items():
-        kinds[f"llama.cpp {form}"] = Definition(of_llama_cpp, ["logits"], allowed)
+    kinds = _definitions(model, shape, tokens, STEPS)
+    kinds["fp32"] = replace(kinds["fp32"], flops=operations, nbytes=moved)
     contenders = [
         *(Contender(_name(w), partial(planned, w), w, ours=True) for w in PACKINGS),
         Contender("unrolled, layer by layer", layers, "fp32", ours=True),
         Contender("fast-transformers, recurrent", idiap, "fp32"),
         Contender("ONNX Runtime, our export", partial(onnx, "plain"), "fp32"),
         Contender("ONNX Runtime int8, our export", partial(onnx, "int8"), "ONNX Runtime int8"),
-        *(
-            Contender(
-                f"llama.cpp, RWKV-7 in {form}",
-                partial(llama_cpp.steps, shape, form, tokens, settings.threads),
-                f"llama.cpp {form}",
-            )
-            for form in llama_cpp.TOLERANCES
-        ),
+        *_of_llama_cpp(partial(llama_cpp.steps, shape, tokens=tokens, threads=settings.threads)),
     ]
     return Problem(contenders, kinds, STEPS, batch, partial(_remark, model, settings))
+
+
+def prompt(length: int, settings: Settings, width: int | None = None) -> Problem:
+    """Read a prompt of `length` tokens from an empty state; the result is the logits after the last one."""
+    model = decoder("linear", settings, width).eval()
+    tokens = measure.random_tokens(model, length)
+
+    @torch.inference_mode()
+    def read(reader: Any, options: Mapping[str, int]) -> list[Tensor]:
+        logits, _ = reader.prefill(tokens, reader.init_state(1), **options)
+        return [logits[:, -1:]]
+
+    def layers() -> Callable[[], list[Tensor]]:
+        return partial(read, model, LAST)
+
+    def planned(weights: Weights) -> Callable[[], list[Tensor]]:
+        return partial(read, plan(model, weights), LAST)
+
+    def idiap() -> Callable[[], list[Tensor]]:
+        from fast_transformers.masking import TriangularCausalMask
+
+        encoder, mask = idiap_encoder(model, recurrent=False).eval(), TriangularCausalMask(length)
+
+        @torch.inference_mode()
+        def run() -> list[Tensor]:
+            return [model.head(encoder(model.embedding(tokens), attn_mask=mask)[:, -1:])]
+
+        return run
+
+    def onnx(graph: str) -> Callable[[], list[Tensor]]:
+        from unrolled.interop import onnx
+
+        return partial(read, onnx.load(_exported(settings, width).name, graph, threads=settings.threads), {})
+
+    shape = _rwkv(model)
+    operations = length * matmuls(model) + attention_operations(model, length, gradients=False)
+    kinds = _definitions(model, shape, tokens, 1)
+    kinds["fp32"] = replace(kinds["fp32"], flops=operations)
+    contenders = [
+        *(Contender(_name(w), partial(planned, w), w, ours=True) for w in PACKINGS),
+        Contender("unrolled, layer by layer", layers, "fp32", ours=True),
+        Contender("fast-transformers", idiap, "fp32"),
+        Contender("ONNX Runtime, our export", partial(onnx, "plain"), "fp32"),
+        Contender("ONNX Runtime int8, our export", partial(onnx, "int8"), "ONNX Runtime int8"),
+        *_of_llama_cpp(partial(llama_cpp.prompt, shape, tokens=tokens, threads=settings.threads)),
+    ]
+    return Problem(contenders, kinds, tokens=length)
 
 
 def drawing(batch: int, settings: Settings, width: int | None = None) -> Problem:
@@ -131,6 +159,42 @@ def drawing(batch: int, settings: Settings, width: int | None = None) -> Problem
         kinds[str(weights)] = Definition(partial(expected, make), ["tokens"], 0.0)
         contenders.append(Contender(_name(weights), partial(prepared, make), weights, ours=True))
     return Problem(contenders, kinds, STEPS, batch, partial(_remark, model, settings))
+
+
+def _rwkv(model: Decoder) -> rwkv.Shape:
+    """The sizes of an RWKV-7 that is as deep and as wide as a decoder."""
+    config = model.config
+    head = min(llama_cpp.HEAD, config.d_model)
+    return rwkv.Shape(config.n_layers, config.d_model, head, config.vocab_size)
+
+
+def _of_llama_cpp(prepare: Callable[..., Callable[[], list[Tensor]]]) -> list[Contender]:
+    """llama.cpp in each form of the weights; `prepare` takes the form."""
+    return [
+        Contender(f"llama.cpp, RWKV-7 in {form}", partial(prepare, form=form), f"llama.cpp {form}")
+        for form in llama_cpp.TOLERANCES
+    ]
+
+
+def _definitions(model: Decoder, shape: rwkv.Shape, tokens: Tensor, last: int) -> dict[str, Definition]:
+    """Define the logits after each of the last `last` tokens, for every form of the weights."""
+    names, exact = ["logits"], rounding_bound(model, tokens.shape[1])
+
+    def of_model(weights: Weights) -> list[Tensor]:
+        return [_rounded_logits(model, weights, tokens)[:, -last:]]
+
+    @cache  # it serves all forms
+    def of_llama_cpp() -> list[Tensor]:
+        return [rwkv.definition(rwkv.random_weights(shape), shape, tokens)[:, -last:]]
+
+    found = {
+        str(weights): Definition(partial(of_model, weights), names, TOLERANCES.get(weights, exact))
+        for weights in PACKINGS
+    }
+    found["ONNX Runtime int8"] = replace(found["fp32"], tolerance=TOLERANCES["ONNX Runtime int8"])
+    for form, allowed in llama_cpp.TOLERANCES.items():
+        found[f"llama.cpp {form}"] = Definition(of_llama_cpp, names, allowed)
+    return found
 
 
 @cache  # an export takes seconds, and serves both graphs and all batches
@@ -161,15 +225,16 @@ def _name(weights: Weights) -> str:
     return f"unrolled, plan in {weights}"
 
 
-def _rounded_logits(model: Decoder, weights: Weights, tokens: Tensor) -> list[Tensor]:
+def _rounded_logits(model: Decoder, weights: Weights, tokens: Tensor) -> Tensor:
+    """Compute the logits in fp64 with the weights that a plan has."""
     found = doubled(model)
     for name, x in found.items():
         if weights != "fp32" and name.startswith("embedding"):
             found[name] = rounded(x, "bf16").double()
-        elif _packed(name, x):
+        elif weights != "fp32" and _packed(name, x):
             found[name] = rounded(x, weights).double()
     with torch.no_grad():
-        return [run_definition(model, found, tokens)]
+        return run_definition(model, found, tokens)
 
 
 def _remark(model: Decoder, settings: Settings, medians: Mapping[str, float]) -> str:
@@ -189,10 +254,16 @@ def _one_row(problem: Callable[..., Problem]) -> Callable[[int, Settings], Probl
     return lambda width, settings: problem(1, settings, width)
 
 
+def _one_prompt(width: int, settings: Settings) -> Problem:
+    """Make the problem of a prompt at a width."""
+    return prompt(8 if settings.quick else PROMPT, settings, width)
+
+
 WIDE = "a decoder, 8 layers, 8 heads, d_model wide, feed-forward 4 d_model, 256 outcomes, batch 1"
 CASES = [
     Case("step", f"One step of {ABOUT}.", "batch", (1, 16), (1, 2), step),
     Case("drawing", f"A token drawn from {ABOUT}, with top-k and top-p.", "batch", (1, 16), (1, 2), drawing),
+    Case("prompt", f"A prompt of N tokens, read by {ABOUT}, batch 1.", "N", (PROMPT, 4096), (8, 16), prompt),
     Case("wide-step", f"One step of {WIDE}.", "d_model", (512,), (32,), _one_row(step)),
     Case(
         "wide-drawing",
@@ -201,5 +272,8 @@ CASES = [
         (512,),
         (32,),
         _one_row(drawing),
+    ),
+    Case(
+        "wide-prompt", f"A prompt of {PROMPT} tokens, read by {WIDE}.", "d_model", (512,), (32,), _one_prompt
     ),
 ]
