@@ -274,7 +274,7 @@ enum Gates : int32_t { NO_GATES, CONSTANT_GATES, GATE_PER_HEAD, GATE_PER_FEATURE
 // for none. Fields that the description of an operation does not mention are 0.
 struct Instruction {
     int32_t operation, kind;
-    int64_t to, first, second, third, gates, rates, divisor_q, divisor_k;
+    int64_t to, first, second, third, gates, rates, reader, writer, divisor_q, divisor_k;
     int64_t n, heads, groups, queries, keys, features, values, window;
     int64_t state;  // place in the state of a sequence, or in its cache
     float epsilon, scale;

@@ -6,11 +6,12 @@
 //
 // RECUR: S <- diag(a) S + k v^T, then o = scale S^T q, for each of `groups` states [features, values] and the
 // `heads` / `groups` query heads that read it. The gates a are those of the `kind`; q, k, v are at `first`,
-// `second`, `third`. With `rates` b it is the delta rule: v becomes b (v - S^T diag(a) k). With `divisor_k`,
-// z <- diag(a) z + divisor_k, and o is divided by d = divisor_q . z; z [groups, features] lies behind the
-// states S. GATE_OF_AVERAGE: one gate a for each group. The keys, and those of the divisor, are multiplied by
-// `rates`, which are 1 - a; behind z lie the sums of these factors, w <- a w + 1 - a, [groups]. With an
-// epsilon above 0, d is replaced by sign(d) max(|d|, epsilon w), where w is 1 for all other gates.
+// `second`, `third`. With `rates` b it is the delta rule: v becomes b (v - S^T diag(a) k). With a `reader` p
+// and a `writer` e, [groups, features] each, it is the rule of RWKV-7: S <- diag(a) S - e p^T S + k v^T. With
+// `divisor_k`, z <- diag(a) z + divisor_k, and o is divided by d = divisor_q . z; z [groups, features] lies
+// behind the states S. GATE_OF_AVERAGE: one gate a for each group. The keys, and those of the divisor, are
+// multiplied by `rates`, which are 1 - a; behind z lie the sums of these factors, w <- a w + 1 - a, [groups].
+// With an epsilon above 0, d is replaced by sign(d) max(|d|, epsilon w), where w is 1 for all other gates.
 //
 // ATTEND: o = sum_j softmax_j(scale q . k_j) v_j over the last `window` tokens; with a window of 0, over all
 // tokens. State: keys [groups, slots / 16, features, 16], then values [groups, slots, values], with a slot
@@ -70,29 +71,37 @@ inline GateRow gates_of(const Instruction& x, const TokenRow& t, Int group) {
     return {t.at + x.gates + group * x.features, 1};
 }
 
+// What a token does to one state; null for what an instruction does not have.
+struct Update {
+    const float *key, *query, *rate, *reader, *writer;
+};
+
 // Updates `VECS` vectors of the values of one state from `value`, and returns their product with the first
 // query.
-template <int VECS>
-void update_state(const Instruction& x, float* state, Int left, GateRow a, const float* key,
-                  const float* value, const float* rate, const float* query, Vec* o) {
+template <int VECS, bool HAS_READER>
+void update_state(const Instruction& x, float* state, Int left, GateRow a, const float* value,
+                  const Update& u, Vec* o) {
     const Int M = x.values;
-    Vec v[VECS], totals[VECS] = {};
+    Vec v[VECS], held[VECS] = {}, totals[VECS] = {};
     for (int j = 0; j < VECS; ++j) v[j] = load_first(value + j * WIDTH, left - j * WIDTH);
-    if (x.kind == GATE_OF_AVERAGE)
-        for (int j = 0; j < VECS; ++j) v[j] *= broadcast(*rate);
-    else if (rate) {
-        Vec held[VECS] = {};
+    const auto read = [&](auto&& reader) {
         for (Int r = 0; r < x.features; ++r)
             for (int j = 0; j < VECS; ++j)
-                held[j] += load_first(state + r * M + j * WIDTH, left - j * WIDTH) *
-                           broadcast(a.gates[r * a.step] * key[r]);
-        for (int j = 0; j < VECS; ++j) v[j] = (v[j] - held[j]) * broadcast(*rate);
+                held[j] += load_first(state + r * M + j * WIDTH, left - j * WIDTH) * broadcast(reader(r));
+    };
+    if constexpr (HAS_READER) read([&](Int r) { return u.reader[r]; });
+    else if (x.kind == GATE_OF_AVERAGE)
+        for (int j = 0; j < VECS; ++j) v[j] *= broadcast(*u.rate);
+    else if (u.rate) {
+        read([&](Int r) { return a.gates[r * a.step] * u.key[r]; });
+        for (int j = 0; j < VECS; ++j) v[j] = (v[j] - held[j]) * broadcast(*u.rate);
     }
     for (Int r = 0; r < x.features; ++r) {
-        const Vec k = broadcast(key[r]), q = broadcast(query[r]), gate = broadcast(a.gates[r * a.step]);
+        const Vec k = broadcast(u.key[r]), q = broadcast(u.query[r]), gate = broadcast(a.gates[r * a.step]);
         for (int j = 0; j < VECS; ++j) {
             float* at = state + r * M + j * WIDTH;
-            const Vec s = load_first(at, left - j * WIDTH) * gate + v[j] * k;
+            Vec s = load_first(at, left - j * WIDTH) * gate + v[j] * k;
+            if constexpr (HAS_READER) s -= held[j] * broadcast(u.writer[r]);
             store_first(at, left - j * WIDTH, s);
             totals[j] += s * q;
         }
@@ -107,20 +116,26 @@ inline void recur(const Instruction& x, const SequenceRow& s, Int group) {
     float *state = s.state + x.state + group * R * M, *z = s.state + x.state + x.groups * R * M + group * R;
     const Int key_head = group * x.keys / x.groups;
     const float *key = t.at + x.second + key_head * R, *value = t.at + x.third + group * M;
-    const float* rate = x.rates < 0 ? nullptr : t.at + x.rates + group;
+    const auto at = [&](Int place, Int begin) { return place < 0 ? nullptr : t.at + place + begin; };
+    const float* rate = at(x.rates, group);
     const GateRow a = gates_of(x, t, group);
     const auto query = [&](Int p, Int place) {
         return t.at + place + (group * P + p) * x.queries / x.heads * R;
     };
+    const Update u{key, query(0, x.first), rate, at(x.reader, group * R), at(x.writer, group * R)};
     constexpr int VECS = 4;
     for (Int m = 0; m < M; m += VECS * WIDTH) {
         const Int left = M - m;
         Vec o[VECS];
-        const float* q = query(0, x.first);
-        if (left > 3 * WIDTH) update_state<4>(x, state + m, left, a, key, value + m, rate, q, o);
-        else if (left > 2 * WIDTH) update_state<3>(x, state + m, left, a, key, value + m, rate, q, o);
-        else if (left > WIDTH) update_state<2>(x, state + m, left, a, key, value + m, rate, q, o);
-        else update_state<1>(x, state + m, left, a, key, value + m, rate, q, o);
+        const auto update = [&](auto vecs) {
+            constexpr int N = decltype(vecs)::value;
+            if (u.reader) update_state<N, true>(x, state + m, left, a, value + m, u, o);
+            else update_state<N, false>(x, state + m, left, a, value + m, u, o);
+        };
+        if (left > 3 * WIDTH) update(Count<4>());
+        else if (left > 2 * WIDTH) update(Count<3>());
+        else if (left > WIDTH) update(Count<2>());
+        else update(Count<1>());
         for (int j = 0; j < VECS && j * WIDTH < left; ++j)
             store_first(t.to(x) + group * P * M + m + j * WIDTH, left - j * WIDTH, o[j] * broadcast(x.scale));
     }

@@ -11,7 +11,7 @@ constexpr int64_t V = 70, VALUES = 5, FEATURES_OUT = 7, HEADS = 4, GROUPS = 2, P
 Instruction instruction(Operation operation, int64_t to, int64_t first) {
     Instruction i = {};
     i.operation = operation, i.to = to, i.first = first, i.scale = 1, i.epsilon = 1e-5f;
-    i.second = i.third = i.gates = i.rates = i.divisor_q = i.divisor_k = -1;
+    i.second = i.third = i.gates = i.rates = i.reader = i.writer = i.divisor_q = i.divisor_k = -1;
     return i;
 }
 
@@ -68,6 +68,9 @@ struct Sample {
             recur.epsilon = kind % 2 ? 0 : 1e-6f;
             recur.state = take(GROUPS * (FEATURES_OUT * (VALUES + 1) + 1));
         }
+        Instruction& replace = over_heads(RECUR);
+        replace.reader = 3 * PLACE, replace.writer = 5 * PLACE,
+        replace.state = take(GROUPS * FEATURES_OUT * VALUES);
         Instruction& window = over_heads(ATTEND);
         window.window = 3, window.state = take(16 * GROUPS * (FEATURES_OUT + VALUES));
         over_heads(ATTEND);

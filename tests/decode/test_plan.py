@@ -72,7 +72,7 @@ def test_large_exponents_are_clamped_as_in_the_model(name, instruction_set):
 
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize(
-    "name", ["linear", "hybrid", "delta rule, gated", "odd widths", "pixels", "tied embeddings"]
+    "name", ["linear", "hybrid", "delta rule, gated", "rwkv7", "odd widths", "pixels", "tied embeddings"]
 )
 @torch.no_grad()
 def test_rounded_weights_are_those_of_a_rounded_model(name, weights):
@@ -99,7 +99,7 @@ def test_rounded_weights_are_those_of_a_rounded_model(name, weights):
     assert halved or weights == "int4" or difference <= (before - expected).abs().max() / 4
 
 
-@pytest.mark.parametrize("name", ["hybrid", "pixels", "softmax"])
+@pytest.mark.parametrize("name", ["hybrid", "rwkv7", "pixels", "softmax"])
 @torch.no_grad()
 def test_padding_is_left_out_wherever_it_is(name):
     p, ids = plan(decoder(**MODELS[name])), tokens()
@@ -376,7 +376,9 @@ def test_planning_changes_no_weight():
         torch.testing.assert_close(p.prefill(ids, p.init_state(3))[0], model(ids), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["hybrid", "delta rule, gated", "learned positions", "map taylor", "pixels"])
+@pytest.mark.parametrize(
+    "name", ["hybrid", "delta rule, gated", "rwkv7", "learned positions", "map taylor", "pixels"]
+)
 def test_the_default_type_and_device_of_new_tensors_do_not_matter(name):
     model, ids = decoder(**MODELS[name]), tokens()
     expected, state = plan(model).prefill(ids, plan(model).init_state(3))

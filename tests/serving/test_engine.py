@@ -859,7 +859,7 @@ def test_what_is_impossible_has_a_log_probability_in_json():
     assert told == TokenLogprob(1, -9999.0, [(0, 0.0), (1, -9999.0)])
 
 
-@pytest.mark.parametrize("name", ["rwkv7", "aft", "window"])
+@pytest.mark.parametrize("name", ["efficient", "aft", "window"])
 def test_tensors_that_are_no_state_of_a_model_without_a_plan_are_refused(name):
     runner = ModelRunner(
         decoder(**of(name, **({"window": 4, "dilation": 2} if name == "window" else {}))).eval()

@@ -113,13 +113,13 @@ def test_a_model_of_pixels(tmp_path, opened):
     assert drawn(served) == expected(model, ())
 
 
-@pytest.mark.parametrize("name", ["rwkv7", "lstm"])
+@pytest.mark.parametrize("name", ["efficient", "lstm"])
 def test_a_model_that_no_plan_runs(name, tmp_path, opened):
     torch.manual_seed(0)
     if name == "lstm":
         model = RecurrentLM(RecurrentLMConfig(71, d_model=16, n_layers=1))
     else:
-        model = decoder(attention="rwkv7", attention_options={}, positions="none")
+        model = decoder(attention="efficient", attention_options={}, positions="none")
     TEXT.attach(model).save(tmp_path / name)
     served = opened(tmp_path / name, deterministic=True)
     assert isinstance(served.engine.runner, ModelRunner)

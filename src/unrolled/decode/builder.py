@@ -4,7 +4,7 @@ What each instruction computes is documented in `native/decode_tokens.h` and `na
 """
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +16,7 @@ from unrolled.decode.program import KEY_BLOCK, MOST_POSITIONS, Constants, Heads,
 from unrolled.ops import native
 from unrolled.ops.dense import Linear
 
-_PLACES = ("first", "second", "third", "gates", "rates", "divisor_q", "divisor_k")
+_PLACES = ("first", "second", "third", "gates", "rates", "reader", "writer", "divisor_q", "divisor_k")
 _ZERO = (
     *("kind", "n", "heads", "groups", "queries", "keys", "features", "values", "window", "state"),
     *("weights", "bias", "frequencies"),
@@ -177,6 +177,24 @@ class Builder:
         Raises:
             ValueError: the matrices were given, but none of them has this name and shape.
         """
+        packed = self._packed(weight, bias, name, least)
+        to = self.value(packed.outputs) if to is None else to
+        return self._add("linear_layer", to, x, layer=packed.fields())
+
+    def layer_by_parts(self, xs: Sequence[Value], layer: nn.Linear, sizes: Sequence[int]) -> list[Value]:
+        """Run a linear layer whose outputs have parts of these sizes, each part for an input of its own."""
+        require(layer, nn.Linear, Linear)
+        packed, found, begin = self._packed(layer.weight, layer.bias, self.names[layer]), [], 0
+        for x, size in zip(xs, sizes, strict=True):
+            first = begin // TILE
+            tiles = packed.some_tiles(first, -(-(begin + size) // TILE))
+            to = self._add("linear_layer", self.value(tiles.outputs), x, layer=tiles.fields())
+            found.append(to.part(begin - first * TILE, size))
+            begin += size
+        return found
+
+    def _packed(self, weight: Tensor, bias: Tensor | None, name: str, least: Weights | None = None) -> Packed:
+        """Pack a matrix, or take it from those that were given; see `linear`."""
         outputs, inputs = weight.shape
         form = self.weights
         if outputs < TILE:
@@ -193,8 +211,7 @@ class Builder:
         self.packed[name] = packed
         self.widest = max(self.widest, inputs)
         self.kept += packed.tensors().values()
-        to = self.value(outputs) if to is None else to
-        return self._add("linear_layer", to, x, layer=packed.fields())
+        return packed
 
     def linear_by_head(self, x: Value, weight: Tensor, bias: Tensor | None) -> Value:
         """Multiply each head by its `weight [heads, features, n]`, and add `bias [heads, features]`."""
@@ -261,14 +278,17 @@ class Builder:
 
     # ---- sequences
 
-    def convolve(self, x: Value, weight: Tensor) -> Value:
-        """Filter channels over the last tokens by `weight [channels, taps]`, the current token's tap last."""
+    def convolve(self, x: Value, weight: Tensor, to: Value | None = None, *, part: str = "recent") -> Value:
+        """Filter channels over the last tokens by `weight [channels, taps]`, the current token's tap last.
+
+        The last inputs are the `part` of the layer's state.
+        """
         channels, taps = weight.shape
         flipped = self._float(weight.flip(1).T)
         fields = {"n": channels, "window": taps, "weights": flipped}
         place = self._state((taps - 1) * channels)
-        self.slots[-1].append(Slot("convolution", place, (taps - 1, channels)))
-        return self._add("convolve", x, x, state=place, **fields)
+        self.slots[-1].append(Slot("convolution", place, (taps - 1, channels), part=part))
+        return self._add("convolve", x if to is None else to, x, state=place, **fields)
 
     def recur(
         self,
@@ -279,6 +299,7 @@ class Builder:
         *,
         gates: Value | Tensor | None = None,
         rates: Value | None = None,
+        replaced: tuple[Value, Value] | None = None,
         divisor: tuple[Value, Value] | None = None,
         least: float = 0.0,
         averages: bool = False,
@@ -292,6 +313,8 @@ class Builder:
             gates: what the state is multiplied by: a constant for each group, or a number for each group or
                 each of its features.
             rates: of the delta rule, for each group.
+            replaced: of the rule of RWKV-7, what the state is read by and where that is removed from it, for
+                each feature of each group.
             divisor: queries and keys whose sum of products the outputs are divided by.
             least: the smallest absolute value of such a sum, for keys whose factors sum to 1.
             averages: multiply the keys by `rates`, which are 1 minus the gate of each group.
@@ -310,6 +333,8 @@ class Builder:
         fields["kind"] = native.enum("Gates")["GATE_OF_AVERAGE" if averages else kind]
         if rates is not None:
             fields["rates"] = rates.place
+        if replaced is not None:
+            fields |= {"reader": replaced[0].place, "writer": replaced[1].place}
         if divisor is not None:
             fields |= {"divisor_q": divisor[0].place, "divisor_k": divisor[1].place}
         to = self.value(sizes.heads * sizes.values)

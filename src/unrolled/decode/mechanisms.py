@@ -1,5 +1,6 @@
 """The instructions of attention mechanisms: one function for each."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from unrolled.attention.linear import LinearAttention
 from unrolled.attention.mamba2 import Mamba2
 from unrolled.attention.retention import Retention, log_gamma
 from unrolled.attention.rfa import RandomFeatureAttention
+from unrolled.attention.rwkv7 import RWKV7, SMALLEST_SQUARE
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.attention.window import WindowAttention
 from unrolled.contract import UnsupportedError
@@ -32,20 +34,24 @@ def attention(builder: Builder, layer: Layer, x: Value, to: Value) -> Value:
         UnsupportedError: there are no instructions for this mechanism or for one of its options.
     """
     emit = _MECHANISMS.get(type(layer))
-    if emit is None or not layer.causal:
+    if (emit is None and type(layer) is not RWKV7) or not layer.causal:
         raise UnsupportedError(f"a plan cannot run {layer.name} attention")
     builder.begin_layer()
-    o = emit(builder, layer, x, _projected(builder, layer, x))
+    o = _rwkv7(builder, layer, x) if emit is None else emit(builder, layer, x, _projected(builder, layer, x))
     return builder.layer(o, layer.out_proj, to)
 
 
 def _projected(builder: Builder, layer: Layer, x: Value) -> list[Value]:
     """Queries, keys and values of all heads, after the short convolution if there is one."""
-    qkv, conv = builder.layer(x, layer.qkv_proj), layer.short_conv
+    qkv = builder.layer(x, layer.qkv_proj)
     if getattr(layer, "qk_norm", None) is not None:
         q, k, _ = qkv.split(layer.widths)
         _norm_queries_and_keys(builder, layer, q, k)
-    if conv is not None:
+    return _convolved(builder, layer, qkv)
+
+
+def _convolved(builder: Builder, layer: Layer, qkv: Value) -> list[Value]:
+    if (conv := layer.short_conv) is not None:
         builder.convolve(qkv, conv.weight)
         if conv.activation or conv.bias is not None:
             builder.apply("silu" if conv.activation else "identity", qkv, bias=conv.bias)
@@ -187,6 +193,62 @@ def _mamba2(builder: Builder, layer: Mamba2, x: Value, qkv: list[Value]) -> Valu
     o = builder.recur(_heads(layer), q, k, written, gates=builder.apply("exponential", paced))
     builder.add(o, builder.apply("identity", v, weight=layer.skip.repeat_interleave(layer.value_dim)), o)
     return _normed(builder, layer.norm, _gated(builder, o, builder.layer(x, layer.gate_proj), "silu"))
+
+
+def _rwkv7(builder: Builder, layer: RWKV7, x: Value) -> Value:
+    H, D = layer.n_heads, layer.head_dim
+    r, f, v, w, a, g = _rwkv7_inputs(builder, layer, x)
+    builder.apply("sigmoid", w, scale=-math.exp(-0.5))
+    gates = builder.apply("exponential", w)
+    builder.apply("sigmoid", a)
+    # x / sqrt(|x|^2 + e), written with the mean of the squares, as `normalize` computes it
+    erased = builder.apply("identity", f, builder.value(H * D), weight=layer.erased.flatten())
+    unit = torch.full((H * D,), D**-0.5, dtype=torch.float32)
+    builder.normalize(erased, erased, eps=SMALLEST_SQUARE / D, heads=H, weight=unit)
+    written = builder.apply("identity", a, builder.value(H * D), times=erased)
+    # k = f (1 + (a - 1) n) = f (n a + (1 - n))
+    replaced = layer.replaced.detach().flatten()
+    k = builder.apply("identity", a, weight=replaced)
+    builder.apply("identity", k, bias=1 - replaced, times=f)
+    sizes = Heads(H, H, H, H, D, layer.value_dim)
+    o = builder.recur(sizes, r, k, v, gates=gates, replaced=(erased, written))
+    builder.normalize(
+        o, o, eps=layer.eps, heads=H, weight=layer.norm_weight, bias=layer.norm_bias, centred=True
+    )
+    products = builder.apply("identity", k, times=r)
+    own = builder.scale_heads(v, builder.linear_by_head(products, layer.bonus.unsqueeze(1), None))
+    return _gated(builder, builder.add(o, own, o), g, "identity")
+
+
+def _rwkv7_inputs(builder: Builder, layer: RWKV7, x: Value) -> list[Value]:
+    """Project the mixtures of a token and the one before it: r, f and v of every head, and w, a and g."""
+    taps = torch.tensor([1.0, -1.0]).expand(layer.d_model, 2)
+    change = builder.convolve(x, taps, builder.value(x.size), part="last")
+    mixed = []
+    for mix in layer.mix.detach():
+        y = builder.apply("identity", change, builder.value(x.size), weight=mix)
+        mixed.append(builder.add(y, x, y))
+    parts = builder.layer_by_parts(mixed[:3], layer.qkv_proj, layer.widths)
+    qkv = builder.value(sum(layer.widths))
+    for y, to in zip(parts, qkv.split(layer.widths), strict=True):
+        builder.apply("identity", y, to)
+    r, f, v = _convolved(builder, layer, qkv)
+    w, a, g = mixed[3:]
+    w = builder.layer(builder.apply("tanh", builder.layer(w, layer.decay_down)), layer.decay_up)
+    a = builder.layer(builder.layer(a, layer.rate_down), layer.rate_up)
+    g = builder.layer(builder.apply("sigmoid", builder.layer(g, layer.gate_down)), layer.gate_up)
+    return [r, *(_of_every_head(builder, layer, y) for y in (f, v)), w, a, g]
+
+
+def _of_every_head(builder: Builder, layer: Layer, x: Value) -> Value:
+    """Repeat the keys or values of each group for all of its heads."""
+    H, G = layer.n_heads, layer.n_kv_heads
+    if H == G:
+        return x
+    width, to = x.size // G, builder.value(x.size // G * H)
+    for head in range(H):
+        builder.apply("identity", x.part(head * G // H * width, width), to.part(head * width, width))
+    return to
 
 
 def _rfa(builder: Builder, layer: RandomFeatureAttention, x: Value, qkv: list[Value]) -> Value:

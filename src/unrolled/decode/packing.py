@@ -64,6 +64,15 @@ class Packed(NamedTuple):
         found = {"tiles": self.tiles, "scales": self.scales, "sums": self.sums, "bias": self.bias}
         return {name: x for name, x in found.items() if x is not None}
 
+    def some_tiles(self, first: int, end: int) -> "Packed":
+        """View the rows of the tiles from number `first` to before `end`."""
+        size = len(self.tiles) // -(-self.outputs // TILE)
+        rows = slice(first * TILE, end * TILE)
+        scales, sums, bias = (None if x is None else x[rows] for x in (self.scales, self.sums, self.bias))
+        outputs = min(self.outputs, end * TILE) - first * TILE
+        tiles = self.tiles[first * size : end * size]
+        return self._replace(outputs=outputs, tiles=tiles, scales=scales, sums=sums, bias=bias)
+
     def fields(self) -> tuple[int, ...]:
         """The fields of the struct `Packed` in C++."""
         packing = list(PACKINGS).index(self.weights)

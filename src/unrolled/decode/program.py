@@ -66,6 +66,7 @@ class Slot(NamedTuple):
         values: width of a value.
         divided: for a recurrence, whether the sums of keys follow its state.
         averaged: for a recurrence, whether the sums of the keys' factors follow the sums of keys.
+        part: for a convolution, the name of the last inputs in the state of the layer.
     """
 
     kind: str
@@ -74,6 +75,7 @@ class Slot(NamedTuple):
     values: int = 0
     divided: bool = False
     averaged: bool = False
+    part: str = ""
 
 
 class Constants(NamedTuple):

@@ -85,11 +85,11 @@ def _part(fixed: Tensor, place: int, sizes: tuple[int, ...]) -> Tensor:
 
 
 def _read_convolution(slot: "Slot", parts: Fields, after: PlanState) -> None:
-    _part(after.fixed, slot.place, slot.sizes).copy_(parts["recent"])
+    _part(after.fixed, slot.place, slot.sizes).copy_(parts[slot.part])
 
 
 def _write_convolution(slot: "Slot", state: PlanState) -> Fields:
-    return {"recent": _part(state.fixed, slot.place, slot.sizes).clone()}
+    return {slot.part: _part(state.fixed, slot.place, slot.sizes).clone()}
 
 
 def _sums(slot: "Slot", fixed: Tensor) -> Fields:
