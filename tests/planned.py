@@ -39,7 +39,7 @@ MODELS = {
     "rfa": of("rfa", n_features=5, rotary=True),
     "rfa, gated": of("rfa", gate=True, n_kv_heads=2, conv=2),
     "rfa, gated, arccos": of("rfa", gate=True, features="arccos", n_features=9),
-    "rwkv7": of("rwkv7", gate_rank=5),
+    "rwkv7": of("rwkv7", gate_rank=5) | {"d_model": 48, "n_heads": 3},
     "rwkv7, grouped": of("rwkv7", n_kv_heads=2, head_dim=7, value_dim=5, conv=3),
     "window": of("window", window=5, rotary=True),
     "window, grouped": of("window", window=1, n_kv_heads=1),
