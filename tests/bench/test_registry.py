@@ -111,7 +111,7 @@ def test_plans_and_the_model_read_a_prompt():
     """Every contender of ours returns the logits after the last token of the prompt."""
     settings, limits = Settings(quick=True, only=("unrolled",)), Limits(None, "", 1e9, 1e9)
     rows = runner.run_problem(cases.find("prompt").problem(9, settings), settings, limits)
-    assert len(rows) == 5
+    assert len(rows) == 7
     assert {row.status for row in rows} == {"ok"} | ({"missing"} if native.missing() else set())
 
 

@@ -2,12 +2,13 @@
 
 import tempfile
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unrolled.bench import llama_cpp, measure, rwkv
 from unrolled.bench.case import Case, Contender, Definition, Problem, Settings
@@ -33,6 +34,7 @@ from unrolled.ops.state import nbytes
 STEPS = 64
 PROMPT = 512  # tokens, as llama.cpp measures by default
 LAST = {"logits_to_keep": 1}
+RWKV: tuple[Weights, ...] = ("fp32", "int8")  # forms in which plans of RWKV-7 are measured
 # Largest error, relative to the largest logit, of forms in which the inputs of a matrix are rounded too: with
 # int8 to 16 bits, with the others to 8 bits, and with bf16 on some processors only.
 TOLERANCES = {"bf16": 2e-2, "int8": 2e-3, "int4": 0.2, "ONNX Runtime int8": 0.2}
@@ -56,7 +58,7 @@ def step(batch: int, settings: Settings, width: int | None = None) -> Problem:
     def layers() -> Callable[[], list[Tensor]]:
         return partial(generated, model.step, partial(model.init_state, batch))
 
-    def planned(weights: Weights) -> Callable[[], list[Tensor]]:
+    def planned(model: Decoder, weights: Weights) -> Callable[[], list[Tensor]]:
         made = plan(model, weights)
         return partial(generated, made.step, partial(made.init_state, batch))
 
@@ -75,17 +77,19 @@ def step(batch: int, settings: Settings, width: int | None = None) -> Problem:
         loaded = onnx.load(_exported(settings, width).name, graph, threads=settings.threads)
         return partial(generated, loaded.step, partial(loaded.init_state, batch))
 
-    shape = _rwkv(model)
+    twin = _rwkv_decoder(model, settings)
+    shape = _rwkv_shape(twin)
     operations = batch * (matmuls(model) + attention_operations(model, 1, gradients=False))
     moved = streamed_bytes(model) + 2 * nbytes(model.init_state(batch))
-    kinds = _definitions(model, shape, tokens, STEPS)
+    kinds = _definitions(model, twin, tokens, STEPS)
     kinds["fp32"] = replace(kinds["fp32"], flops=operations, nbytes=moved)
     contenders = [
-        *(Contender(_name(w), partial(planned, w), w, ours=True) for w in PACKINGS),
+        *(Contender(_name(w), partial(planned, model, w), w, ours=True) for w in PACKINGS),
         Contender("unrolled, layer by layer", layers, "fp32", ours=True),
         Contender("fast-transformers, recurrent", idiap, "fp32"),
         Contender("ONNX Runtime, our export", partial(onnx, "plain"), "fp32"),
         Contender("ONNX Runtime int8, our export", partial(onnx, "int8"), "ONNX Runtime int8"),
+        *_of_rwkv(partial(planned, twin)),
         *_of_llama_cpp(partial(llama_cpp.steps, shape, tokens=tokens, threads=settings.threads)),
     ]
     return Problem(contenders, kinds, STEPS, batch, partial(_remark, model, settings))
@@ -104,7 +108,7 @@ def prompt(length: int, settings: Settings, width: int | None = None) -> Problem
     def layers() -> Callable[[], list[Tensor]]:
         return partial(read, model, LAST)
 
-    def planned(weights: Weights) -> Callable[[], list[Tensor]]:
+    def planned(model: Decoder, weights: Weights) -> Callable[[], list[Tensor]]:
         return partial(read, plan(model, weights), LAST)
 
     def idiap() -> Callable[[], list[Tensor]]:
@@ -123,16 +127,18 @@ def prompt(length: int, settings: Settings, width: int | None = None) -> Problem
 
         return partial(read, onnx.load(_exported(settings, width).name, graph, threads=settings.threads), {})
 
-    shape = _rwkv(model)
+    twin = _rwkv_decoder(model, settings)
+    shape = _rwkv_shape(twin)
     operations = length * matmuls(model) + attention_operations(model, length, gradients=False)
-    kinds = _definitions(model, shape, tokens, 1)
+    kinds = _definitions(model, twin, tokens, 1)
     kinds["fp32"] = replace(kinds["fp32"], flops=operations)
     contenders = [
-        *(Contender(_name(w), partial(planned, w), w, ours=True) for w in PACKINGS),
+        *(Contender(_name(w), partial(planned, model, w), w, ours=True) for w in PACKINGS),
         Contender("unrolled, layer by layer", layers, "fp32", ours=True),
         Contender("fast-transformers", idiap, "fp32"),
         Contender("ONNX Runtime, our export", partial(onnx, "plain"), "fp32"),
         Contender("ONNX Runtime int8, our export", partial(onnx, "int8"), "ONNX Runtime int8"),
+        *_of_rwkv(partial(planned, twin)),
         *_of_llama_cpp(partial(llama_cpp.prompt, shape, tokens=tokens, threads=settings.threads)),
     ]
     return Problem(contenders, kinds, tokens=length)
@@ -161,11 +167,22 @@ def drawing(batch: int, settings: Settings, width: int | None = None) -> Problem
     return Problem(contenders, kinds, STEPS, batch, partial(_remark, model, settings))
 
 
-def _rwkv(model: Decoder) -> rwkv.Shape:
-    """The sizes of an RWKV-7 that is as deep and as wide as a decoder."""
-    config = model.config
-    head = min(llama_cpp.HEAD, config.d_model)
+def _rwkv_decoder(model: Decoder, settings: Settings) -> Decoder:
+    """Make a decoder of RWKV-7 that is as deep and as wide as another, with heads as wide as llama.cpp's."""
+    width = model.config.d_model
+    return decoder("rwkv7", settings, width, heads=max(1, width // llama_cpp.HEAD)).eval()
+
+
+def _rwkv_shape(twin: Decoder) -> rwkv.Shape:
+    """The sizes of llama.cpp's RWKV-7 that match a decoder of RWKV-7."""
+    config = twin.config
+    head = config.d_model // config.n_heads
     return rwkv.Shape(config.n_layers, config.d_model, head, config.vocab_size)
+
+
+def _of_rwkv(prepare: Callable[[Weights], Callable[[], list[Tensor]]]) -> list[Contender]:
+    """Plans of RWKV-7; `prepare` takes the form of the weights."""
+    return [Contender(f"{_name(w)}, RWKV-7", partial(prepare, w), f"RWKV-7 {w}", ours=True) for w in RWKV]
 
 
 def _of_llama_cpp(prepare: Callable[..., Callable[[], list[Tensor]]]) -> list[Contender]:
@@ -176,12 +193,18 @@ def _of_llama_cpp(prepare: Callable[..., Callable[[], list[Tensor]]]) -> list[Co
     ]
 
 
-def _definitions(model: Decoder, shape: rwkv.Shape, tokens: Tensor, last: int) -> dict[str, Definition]:
-    """Define the logits after each of the last `last` tokens, for every form of the weights."""
-    names, exact = ["logits"], rounding_bound(model, tokens.shape[1])
+def _definitions(model: Decoder, twin: Decoder, tokens: Tensor, last: int) -> dict[str, Definition]:
+    """Define the logits after each of the last `last` tokens, for every model and form of the weights."""
+    names, exact, shape = ["logits"], rounding_bound(model, tokens.shape[1]), _rwkv_shape(twin)
 
     def of_model(weights: Weights) -> list[Tensor]:
         return [_rounded_logits(model, weights, tokens)[:, -last:]]
+
+    def of_twin(weights: Weights) -> list[Tensor]:
+        copy = deepcopy(twin).double()
+        copy.load_state_dict(_rounded(twin, weights))
+        with torch.no_grad():
+            return [copy(tokens)[:, -last:]]
 
     @cache  # it serves all forms
     def of_llama_cpp() -> list[Tensor]:
@@ -191,9 +214,11 @@ def _definitions(model: Decoder, shape: rwkv.Shape, tokens: Tensor, last: int) -
         str(weights): Definition(partial(of_model, weights), names, TOLERANCES.get(weights, exact))
         for weights in PACKINGS
     }
+    for form in RWKV:
+        found[f"RWKV-7 {form}"] = Definition(partial(of_twin, form), names, TOLERANCES.get(form, exact))
     found["ONNX Runtime int8"] = replace(found["fp32"], tolerance=TOLERANCES["ONNX Runtime int8"])
-    for form, allowed in llama_cpp.TOLERANCES.items():
-        found[f"llama.cpp {form}"] = Definition(of_llama_cpp, names, allowed)
+    for name, allowed in llama_cpp.TOLERANCES.items():
+        found[f"llama.cpp {name}"] = Definition(of_llama_cpp, names, allowed)
     return found
 
 
@@ -210,15 +235,15 @@ def _exported(settings: Settings, width: int | None) -> tempfile.TemporaryDirect
 def streamed_bytes(model: Decoder, weights: Weights = "fp32") -> int:
     """Count the bytes of weights that every step reads: all but the embedding, of which it reads a row."""
     read = {name: x for name, x in model.named_parameters() if not name.startswith("embedding")}
+    packed = _matrices(model)
     return sum(
-        x.numel() * GROUP_BYTES[weights] // GROUP if _packed(name, x) else x.nbytes
-        for name, x in read.items()
+        x.numel() * GROUP_BYTES[weights] // GROUP if name in packed else x.nbytes for name, x in read.items()
     )
 
 
-def _packed(name: str, x: Tensor) -> bool:
-    """Whether a plan packs these weights."""
-    return x.dim() == 2 and not name.startswith("embedding")
+def _matrices(model: Decoder) -> set[str]:
+    """The names of the weights that a plan packs."""
+    return {f"{name}.weight" for name, x in model.named_modules() if isinstance(x, nn.Linear)}
 
 
 def _name(weights: Weights) -> str:
@@ -227,14 +252,19 @@ def _name(weights: Weights) -> str:
 
 def _rounded_logits(model: Decoder, weights: Weights, tokens: Tensor) -> Tensor:
     """Compute the logits in fp64 with the weights that a plan has."""
-    found = doubled(model)
+    with torch.no_grad():
+        return run_definition(model, _rounded(model, weights), tokens)
+
+
+def _rounded(model: Decoder, weights: Weights) -> dict[str, Tensor]:
+    """Return the weights of a model in fp64, rounded as in a plan."""
+    found, packed = doubled(model), _matrices(model)
     for name, x in found.items():
         if weights != "fp32" and name.startswith("embedding"):
             found[name] = rounded(x, "bf16").double()
-        elif weights != "fp32" and _packed(name, x):
+        elif weights != "fp32" and name in packed:
             found[name] = rounded(x, weights).double()
-    with torch.no_grad():
-        return run_definition(model, found, tokens)
+    return found
 
 
 def _remark(model: Decoder, settings: Settings, medians: Mapping[str, float]) -> str:

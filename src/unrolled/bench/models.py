@@ -114,14 +114,20 @@ def _idiap_training(settings: Settings, length: int) -> Contender:
 
 
 def decoder(
-    attention: str, settings: Settings, width: int | None = None, layers: int | None = None
+    attention: str,
+    settings: Settings,
+    width: int | None = None,
+    layers: int | None = None,
+    heads: int | None = None,
 ) -> Decoder:
-    """Make the decoder of a case, with random weights, and of another width or depth if one is given."""
+    """Make the decoder of a case, with random weights, and with other sizes if they are given."""
     shape = SHAPE | TINY if settings.quick else SHAPE
     if width is not None:
         shape = shape | {"d_model": width, "d_ff": 4 * width}
     if layers is not None:
         shape = shape | {"n_layers": layers}
+    if heads is not None:
+        shape = shape | {"n_heads": heads}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Decoder(DecoderConfig(attention=attention, **shape)).to(settings.device)
