@@ -260,7 +260,7 @@ def test_learned_positions_limit_the_length(text_settings: list[str], tmp_path: 
     assert len(works("generate", tmp_path, "--prompt", "on the").stdout) == len("on the") + (32 - 6 + 1) + 1
     message = error("generate", tmp_path, "--prompt", "on the", "--tokens", 28)
     assert "--tokens 28 is too many: the model has 32 positions, which leave 27" in message
-    assert "with model.positions=rotary, sinusoidal or none, a model has no limit" in message
+    assert "model.positions=rotary, sinusoidal and none set no limit" in message
 
 
 @pytest.mark.parametrize("weights", [[], pytest.param(["--weights", "fp32"], marks=needs_kernels)])

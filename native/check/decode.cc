@@ -69,7 +69,8 @@ struct Sample {
             recur.state = take(GROUPS * (FEATURES_OUT * (VALUES + 1) + 1));
         }
         Instruction& replace = over_heads(RECUR);
-        replace.reader = 3 * PLACE, replace.writer = 5 * PLACE,
+        replace.kind = GATE_PER_FEATURE, replace.gates = 3 * PLACE;
+        replace.reader = 3 * PLACE, replace.writer = 2 * PLACE;
         replace.state = take(GROUPS * FEATURES_OUT * VALUES);
         Instruction& window = over_heads(ATTEND);
         window.window = 3, window.state = take(16 * GROUPS * (FEATURES_OUT + VALUES));

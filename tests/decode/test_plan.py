@@ -602,6 +602,9 @@ def test_a_matrix_that_fills_a_tile_has_4_bits():
 def test_every_weight_counts_once(weights):
     p = plan(decoder(positions="none"), weights)
     assert p.nbytes == sum(x.nbytes for x in p.tensors().values())
+    x, y = torch.zeros(6, 8), torch.zeros(3)
+    views = p._program._replace(kept=[x[2], x[:4], y, x[3:5]], others={"x": x, "y": y[1:]})
+    assert views.nbytes == x.nbytes + y.nbytes
 
 
 def test_a_full_cache_is_doubled():

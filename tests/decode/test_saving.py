@@ -57,8 +57,9 @@ def test_every_form(name, weights, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_of_half_precision_are_kept_in_fp32(dtype, tmp_path):
-    made, ids = plan(decoder(**MODELS["hybrid"]).to(dtype)), tokens()
+@pytest.mark.parametrize("name", ["hybrid", "rwkv7"])
+def test_weights_of_half_precision_are_kept_in_fp32(name, dtype, tmp_path):
+    made, ids = plan(decoder(**MODELS[name]).to(dtype)), tokens()
     made.save(tmp_path)
     found = load(tmp_path)
     assert torch.equal(*(p.prefill(ids, p.init_state(3))[0] for p in (made, found)))

@@ -205,7 +205,7 @@ def _room(model: Any, prompt: list[int], tokens: int | None) -> int:
     read = len(prompt) + int(model.config.start_token)
     room = positions - read + 1  # the last token is generated, but not read
     learned = model.config.n_positions is not None
-    hint = "; with model.positions=rotary, sinusoidal or none, a model has no limit" if learned else ""
+    hint = "; model.positions=rotary, sinusoidal and none set no limit" if learned else ""
     if room < 1:
         raise ValueError(
             f"--prompt has {len(prompt)} tokens, too many for the {positions} positions of the model{hint}"

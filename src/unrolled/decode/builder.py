@@ -299,7 +299,7 @@ class Builder:
         *,
         gates: Value | Tensor | None = None,
         rates: Value | None = None,
-        replaced: tuple[Value, Value] | None = None,
+        reader_and_writer: tuple[Value, Value] | None = None,
         divisor: tuple[Value, Value] | None = None,
         least: float = 0.0,
         averages: bool = False,
@@ -313,8 +313,8 @@ class Builder:
             gates: what the state is multiplied by: a constant for each group, or a number for each group or
                 each of its features.
             rates: of the delta rule, for each group.
-            replaced: of the rule of RWKV-7, what the state is read by and where that is removed from it, for
-                each feature of each group.
+            reader_and_writer: of the rule of RWKV-7, for each feature of each group: what the state is read
+                by, and along what the numbers that were read are removed from it.
             divisor: queries and keys whose sum of products the outputs are divided by.
             least: the smallest absolute value of such a sum, for keys whose factors sum to 1.
             averages: multiply the keys by `rates`, which are 1 minus the gate of each group.
@@ -333,8 +333,9 @@ class Builder:
         fields["kind"] = native.enum("Gates")["GATE_OF_AVERAGE" if averages else kind]
         if rates is not None:
             fields["rates"] = rates.place
-        if replaced is not None:
-            fields |= {"reader": replaced[0].place, "writer": replaced[1].place}
+        if reader_and_writer is not None:
+            reader, writer = reader_and_writer
+            fields |= {"reader": reader.place, "writer": writer.place}
         if divisor is not None:
             fields |= {"divisor_q": divisor[0].place, "divisor_k": divisor[1].place}
         to = self.value(sizes.heads * sizes.values)

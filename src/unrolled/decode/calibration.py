@@ -30,7 +30,10 @@ def roundings(model: Decoder, tokens: Tensor) -> dict[str, Rounding]:
 
 
 def second_moments(model: Decoder, tokens: Tensor) -> dict[str, Tensor]:
-    """Return H = X^T X / n of the inputs X `[n, in]` of all linear layers while the model reads `[B, T]`."""
+    """Return H = X^T X / n of the inputs X `[n, in]` of all linear layers while the model reads `[B, T]`.
+
+    If a layer runs on several inputs, as in RWKV-7 the one for queries, keys and values, H is their sum.
+    """
     check_ids("sample", tokens, model.n_ids, model.embedding.weight)
     if not tokens.numel():
         raise ValueError(f"sample has shape {shape(tokens)}, but must have at least one token")

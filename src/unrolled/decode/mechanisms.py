@@ -202,16 +202,16 @@ def _rwkv7(builder: Builder, layer: RWKV7, x: Value) -> Value:
     gates = builder.apply("exponential", w)
     builder.apply("sigmoid", a)
     # x / sqrt(|x|^2 + e), written with the mean of the squares, as `normalize` computes it
-    erased = builder.apply("identity", f, builder.value(H * D), weight=layer.erased.flatten())
+    p = builder.apply("identity", f, builder.value(H * D), weight=layer.erased.flatten())
     unit = torch.full((H * D,), D**-0.5, dtype=torch.float32)
-    builder.normalize(erased, erased, eps=SMALLEST_SQUARE / D, heads=H, weight=unit)
-    written = builder.apply("identity", a, builder.value(H * D), times=erased)
+    builder.normalize(p, p, eps=SMALLEST_SQUARE / D, heads=H, weight=unit)
+    writer = builder.apply("identity", a, builder.value(H * D), times=p)
     # k = f (1 + (a - 1) n) = f (n a + (1 - n))
-    replaced = layer.replaced.detach().flatten()
-    k = builder.apply("identity", a, weight=replaced)
-    builder.apply("identity", k, bias=1 - replaced, times=f)
+    n = layer.replaced.detach().float().flatten()
+    k = builder.apply("identity", a, weight=n)
+    builder.apply("identity", k, bias=1 - n, times=f)
     sizes = Heads(H, H, H, H, D, layer.value_dim)
-    o = builder.recur(sizes, r, k, v, gates=gates, replaced=(erased, written))
+    o = builder.recur(sizes, r, k, v, gates=gates, reader_and_writer=(p, writer))
     builder.normalize(
         o, o, eps=layer.eps, heads=H, weight=layer.norm_weight, bias=layer.norm_bias, centred=True
     )

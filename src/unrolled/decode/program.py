@@ -123,9 +123,13 @@ class Program(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights."""
+        """Bytes of all weights, those of views once."""
         every = [*self.kept, *self.others.values()]
-        return sum(x.nbytes for x in {x.data_ptr(): x for x in every}.values())
+        end = total = 0
+        for first, last in sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in every):
+            total += max(0, last - max(first, end))
+            end = max(end, last)
+        return total
 
 
 def require(module: object, *kinds: type) -> None:
