@@ -80,6 +80,13 @@ inline void linear_by_head(const Instruction& x, const TokenRow& t) {
     const Int wide = x.features;
     for (Int head = 0; head < x.heads; ++head) {
         const float *from = t.from(x) + head * x.n, *w = x.weights + head * x.n * wide;
+        if (wide == 1) {  // lanes over the inputs, since one output fills no vector
+            Vec products{};
+            for (Int i = 0; i < x.n; i += WIDTH)
+                products += load_first(from + i, x.n - i) * load_first(w + i, x.n - i);
+            t.to(x)[head] = sum(products) + (x.bias ? x.bias[head] : 0);
+            continue;
+        }
         for (Int j = 0; j < wide; j += WIDTH) {
             Vec total = x.bias ? load_first(x.bias + head * wide + j, wide - j) : Vec{};
             for (Int i = 0; i < x.n; ++i)

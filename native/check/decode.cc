@@ -59,8 +59,11 @@ struct Sample {
             features.kind = kind, features.heads = GROUPS, features.n = VALUES, features.features = 21,
             features.window = 2;
         }
-        Instruction& by_head = add(LINEAR_BY_HEAD, 6 * PLACE, 4 * PLACE);
-        by_head.heads = GROUPS, by_head.n = VALUES, by_head.features = 9, by_head.bias = numbers.data();
+        for (int64_t features : {9, 1}) {
+            Instruction& by_head = add(LINEAR_BY_HEAD, 6 * PLACE, 4 * PLACE);
+            by_head.heads = GROUPS, by_head.n = VALUES, by_head.features = features;
+            by_head.bias = numbers.data();
+        }
         for (int32_t kind = NO_GATES; kind <= GATE_OF_AVERAGE; ++kind) {
             Instruction& recur = over_heads(RECUR);
             recur.kind = kind, recur.gates = 5 * PLACE, recur.rates = kind % 2 ? -1 : 5 * PLACE;
