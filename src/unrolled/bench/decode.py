@@ -30,6 +30,7 @@ from unrolled.decode.request import Request
 from unrolled.generation import engine
 from unrolled.models import Decoder
 from unrolled.ops.state import nbytes
+from unrolled.threads import cpu_threads
 
 STEPS = 64
 PROMPT = 512  # tokens, as llama.cpp measures by default
@@ -210,12 +211,13 @@ def _definitions(model: Decoder, twin: Decoder, tokens: Tensor, last: int) -> di
     def of_twin(weights: Weights) -> list[Tensor]:
         copy = deepcopy(twin).double()
         copy.load_state_dict(_rounded(twin, weights))
-        with torch.no_grad():
+        with torch.no_grad(), cpu_threads(1):
             return [copy(tokens)[:, -last:]]
 
     @cache  # it serves all forms
     def of_llama_cpp() -> list[Tensor]:
-        return [rwkv.definition(rwkv.random_weights(shape), shape, tokens)[:, -last:]]
+        with cpu_threads(1):  # more threads only make such small steps slower, most of all on a busy machine
+            return [rwkv.definition(rwkv.random_weights(shape), shape, tokens)[:, -last:]]
 
     found = {
         str(weights): Definition(partial(of_model, weights), names, TOLERANCES.get(weights, exact))

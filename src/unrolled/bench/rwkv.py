@@ -163,9 +163,10 @@ def _time_mix(
 
     r, k, v, decay, rate, erased = map(heads, (r, k, v, decay, rate, erased))
     erased = F.normalize(erased, dim=-1, eps=1e-12)
+    replaced = rate * erased
     state, outputs = x.new_zeros(*r.shape[::2], shape.head, shape.head), []
     for t in range(x.shape[1]):
-        removed = (state @ erased[:, t].unsqueeze(-1)) * (rate * erased)[:, t].unsqueeze(-2)
+        removed = (state @ erased[:, t].unsqueeze(-1)) * replaced[:, t].unsqueeze(-2)
         state = state * decay[:, t].unsqueeze(-2) - removed + v[:, t].unsqueeze(-1) * k[:, t].unsqueeze(-2)
         outputs.append((state @ r[:, t].unsqueeze(-1)).squeeze(-1))
     o = torch.stack(outputs, 1)
