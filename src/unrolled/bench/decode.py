@@ -173,8 +173,8 @@ def _rwkv_decoder(model: Decoder, settings: Settings) -> Decoder:
     width = model.config.d_model
     twin = decoder("rwkv7", settings, width, heads=max(1, width // llama_cpp.HEAD)).eval()
     generator = torch.Generator().manual_seed(0)
-    for name, x in twin.named_parameters():
-        if name.endswith(("decay_up.weight", "rate_up.weight", "bonus")):  # zeros, which would check nothing
+    for name, x in twin.named_parameters():  # those that are 0 at first would check nothing
+        if name.endswith(("decay_up.weight", "rate_up.weight", "bonus")):
             x.data.copy_(torch.randn(x.shape, generator=generator) / 10)
     return twin
 
