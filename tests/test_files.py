@@ -27,6 +27,14 @@ def test_tensors_come_back_bit_for_bit_here_and_in_other_programs(path):
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
+def test_tensors_may_share_memory(path):
+    x = torch.arange(12.0).view(3, 4)
+    shared = {"x": x, "again": x, "row": x[1], "column": x[:, 1], "repeated": x[:1].expand(3, 4)}
+    files.save_tensors(shared, path)
+    found = files.load_tensors(path)
+    assert all(torch.equal(found[name], y) for name, y in shared.items())
+
+
 def test_the_same_tensors_make_the_same_file(path):
     contents = set()
     for _ in range(20):

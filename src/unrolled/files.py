@@ -99,7 +99,7 @@ def save_tensors(
     The digest is the SHA-256 of the file, with zeros in place of the digest, followed by the documents.
 
     Args:
-        tensors: the tensors by name; they may not share memory.
+        tensors: the tensors by name; each is written, even if it shares its memory with another one.
         path: the file, replaced in one step.
         documents: JSON values by name that are stored elsewhere and belong to the tensors, such as a config.
             The file holds their names, which must not have commas; the digest covers their content.
@@ -113,7 +113,7 @@ def save_tensors(
     documents = documents or {}
     metadata = {"format": "pt", **(metadata or {})}
     metadata |= {DIGEST_KEY: NO_DIGEST, DOCUMENTS_KEY: ",".join(sorted(documents))}
-    tensors = {name: x.detach().contiguous() for name, x in tensors.items()}
+    tensors = _apart({name: x.detach().contiguous() for name, x in tensors.items()})
 
     def write(file: Path) -> None:
         _save_aligned(tensors, file, metadata) if aligned else save_file(tensors, file, metadata)
@@ -212,6 +212,16 @@ def _readable(path: str | Path, read: Callable[[], T]) -> T:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
     except OF_ODD_HEADERS as error:
         raise ValueError(f"{path} has a tensor whose dtype or shape PyTorch cannot hold") from error
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors that share the memory of one before them, which safetensors does not write."""
+    found, seen = {}, set()
+    for name, x in tensors.items():
+        memory = x.untyped_storage().data_ptr()
+        found[name] = x.clone() if memory in seen else x
+        seen.add(memory)
+    return found
 
 
 def _save_aligned(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:

@@ -84,6 +84,13 @@ def test_a_model_comes_back_bit_for_bit(kind, fields, dtype, tmp_path):
         assert torch.equal(loaded.eval()(*inputs), model(*inputs))
 
 
+def test_a_module_that_blocks_share_is_saved(tmp_path):
+    model, tokens = small_model("decoder", n_layers=2).eval(), torch.randint(7, (2, 8))
+    model.stack.blocks[1].ff = model.stack.blocks[0].ff
+    model.save(tmp_path)
+    assert torch.equal(models.load(tmp_path).eval()(tokens), model(tokens))
+
+
 def test_each_weight_keeps_its_own_type(tmp_path):
     model = small_model("decoder").bfloat16()
     model.stack.blocks[0].ff.float()

@@ -57,11 +57,7 @@ def tensors(program: "Program") -> dict[str, Tensor]:
         for layer, matrix in program.packed.items()
         for part, x in matrix.tensors().items()
     }
-    seen: set[int] = set()
-    for name, x in program.others.items():
-        found[name] = x.clone() if x.data_ptr() in seen else x  # two names of one parameter
-        seen.add(x.data_ptr())
-    return found
+    return found | program.others
 
 
 def save(plan: "Plan", path: str | Path) -> None:

@@ -46,6 +46,7 @@ class SavedModel(nn.Module):
     def save(self, path: str | Path) -> None:
         """Write the model into the folder `path`, created if needed. A crash leaves no file half-written.
 
+        A module that several blocks share is written once for each of them, and loaded as separate copies.
         The weights file holds a SHA-256 of itself, the config and the documents, which `load` checks.
 
         Raises:

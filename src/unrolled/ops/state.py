@@ -81,7 +81,7 @@ def nbytes(state: Parts) -> int:
 
 def save(state: Parts, path: str | Path) -> None:
     """Write a state to a safetensors file, with a SHA-256 that `load` checks."""
-    save_tensors({name: x.detach().contiguous().clone() for name, x in leaves(state).items()}, path)
+    save_tensors(leaves(state), path)
 
 
 def load(path: str | Path, like: State) -> State:
