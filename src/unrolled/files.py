@@ -113,7 +113,7 @@ def save_tensors(
     documents = documents or {}
     metadata = {"format": "pt", **(metadata or {})}
     metadata |= {DIGEST_KEY: NO_DIGEST, DOCUMENTS_KEY: ",".join(sorted(documents))}
-    tensors = _apart({name: x.detach().contiguous() for name, x in tensors.items()})
+    tensors = apart({name: x.detach().contiguous() for name, x in tensors.items()})
 
     def write(file: Path) -> None:
         _save_aligned(tensors, file, metadata) if aligned else save_file(tensors, file, metadata)
@@ -123,6 +123,16 @@ def save_tensors(
             content[place : place + len(digest)] = digest.encode()
 
     write_file(Path(path), write)
+
+
+def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors that share the memory of one before them, which safetensors refuses to write."""
+    found, seen = {}, set()
+    for name, x in tensors.items():
+        memory = x.untyped_storage().data_ptr()
+        found[name] = x.clone() if memory in seen else x
+        seen.add(memory)
+    return found
 
 
 def load_tensors(path: str | Path, documents: Callable[[str], object] | None = None) -> dict[str, Tensor]:
@@ -212,16 +222,6 @@ def _readable(path: str | Path, read: Callable[[], T]) -> T:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
     except OF_ODD_HEADERS as error:
         raise ValueError(f"{path} has a tensor whose dtype or shape PyTorch cannot hold") from error
-
-
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share the memory of one before them, which safetensors does not write."""
-    found, seen = {}, set()
-    for name, x in tensors.items():
-        memory = x.untyped_storage().data_ptr()
-        found[name] = x.clone() if memory in seen else x
-        seen.add(memory)
-    return found
 
 
 def _save_aligned(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:

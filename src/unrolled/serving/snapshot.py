@@ -18,7 +18,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from unrolled.decode.program import MOST_POSITIONS
-from unrolled.files import OF_ODD_HEADERS, sort_metadata
+from unrolled.files import OF_ODD_HEADERS, apart, sort_metadata
 from unrolled.ops.state import raw_bytes
 from unrolled.serving.store.checks import DIGEST
 
@@ -97,7 +97,7 @@ class Snapshot:
         metadata = {key: str(getattr(self, key)) for key in _KEYS}
         if self.held:
             metadata["held"] = " ".join(map(str, self.held))
-        content = bytearray(save(_apart(self.tensors), metadata))
+        content = bytearray(save(apart(self.tensors), metadata))
         sort_metadata(content)
         return bytes(content)
 
@@ -128,16 +128,6 @@ class Snapshot:
         if expected not in (None, found.id):
             raise ValueError(f"the state has the id {found.id}, but must have {expected}")
         return found
-
-
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share memory with another tensor, which safetensors refuses."""
-    found, seen = {}, set()
-    for name, x in tensors.items():
-        place = x.untyped_storage().data_ptr()
-        found[name] = x.clone() if place in seen else x
-        seen.add(place)
-    return found
 
 
 def _tensors(content: bytes) -> dict[str, Tensor]:
