@@ -205,6 +205,7 @@ def _definitions(model: Decoder, twin: Decoder, tokens: Tensor, last: int) -> di
     """Define the logits after each of the last `last` tokens, for every model and form of the weights."""
     names, exact, shape = ["logits"], rounding_bound(model, tokens.shape[1]), _rwkv_shape(twin)
 
+    @cache  # that of fp32 also serves ONNX Runtime in int8
     def of_model(weights: Weights) -> list[Tensor]:
         return [_rounded_logits(model, weights, tokens)[:, -last:]]
 
