@@ -41,6 +41,7 @@ RWKV_FORMS: tuple[Weights, ...] = ("fp32", "int8")  # forms in which plans of RW
 TOLERANCES = {"bf16": 2e-2, "int8": 2e-3, "int4": 0.2, "ONNX Runtime int8": 0.2}
 
 Step = Callable[[Tensor, Any], tuple[Tensor, Any]]
+Run = Callable[[], list[Tensor]]
 
 
 def step(batch: int, settings: Settings, width: int | None = None) -> Problem:
@@ -56,14 +57,14 @@ def step(batch: int, settings: Settings, width: int | None = None) -> Problem:
             logits.append(y)
         return [torch.stack(logits, 1)]
 
-    def layers() -> Callable[[], list[Tensor]]:
+    def layers() -> Run:
         return partial(generated, model.step, partial(model.init_state, batch))
 
-    def planned(model: Decoder, weights: Weights) -> Callable[[], list[Tensor]]:
+    def planned(model: Decoder, weights: Weights) -> Run:
         made = plan(model, weights)
         return partial(generated, made.step, partial(made.init_state, batch))
 
-    def idiap() -> Callable[[], list[Tensor]]:
+    def idiap() -> Run:
         encoder = idiap_encoder(model, recurrent=True).eval()
 
         def advance(token: Tensor, state: Any) -> tuple[Tensor, Any]:
@@ -72,7 +73,7 @@ def step(batch: int, settings: Settings, width: int | None = None) -> Problem:
 
         return partial(generated, advance, lambda: None)
 
-    def onnx(graph: str) -> Callable[[], list[Tensor]]:
+    def onnx(graph: str) -> Run:
         from unrolled.interop import onnx
 
         loaded = onnx.load(_exported(settings, width).name, graph, threads=settings.threads)
@@ -84,15 +85,8 @@ def step(batch: int, settings: Settings, width: int | None = None) -> Problem:
     moved = streamed_bytes(model) + 2 * nbytes(model.init_state(batch))
     kinds = _definitions(model, twin, tokens, STEPS)
     kinds["fp32"] = replace(kinds["fp32"], flops=operations, nbytes=moved)
-    contenders = [
-        *(Contender(_name(w), partial(planned, model, w), w, ours=True) for w in PACKINGS),
-        Contender("unrolled, layer by layer", layers, "fp32", ours=True),
-        Contender("fast-transformers, recurrent", idiap, "fp32"),
-        Contender("ONNX Runtime, our export", partial(onnx, "plain"), "fp32"),
-        Contender("ONNX Runtime int8, our export", partial(onnx, "int8"), "ONNX Runtime int8"),
-        *_of_rwkv(partial(planned, twin)),
-        *_of_llama_cpp(partial(llama_cpp.steps, shape, tokens=tokens, threads=settings.threads)),
-    ]
+    llama = partial(llama_cpp.steps, shape, tokens=tokens, threads=settings.threads)
+    contenders = _readers(model, twin, planned, layers, idiap, onnx, llama)
     return Problem(contenders, kinds, STEPS, batch, partial(_remark, model, settings))
 
 
@@ -106,13 +100,13 @@ def prompt(length: int, settings: Settings, width: int | None = None) -> Problem
         logits, _ = reader.prefill(tokens, reader.init_state(1), **options)
         return [logits[:, -1:]]
 
-    def layers() -> Callable[[], list[Tensor]]:
+    def layers() -> Run:
         return partial(read, model, LAST)
 
-    def planned(model: Decoder, weights: Weights) -> Callable[[], list[Tensor]]:
+    def planned(model: Decoder, weights: Weights) -> Run:
         return partial(read, plan(model, weights), LAST)
 
-    def idiap() -> Callable[[], list[Tensor]]:
+    def idiap() -> Run:
         from fast_transformers.masking import TriangularCausalMask
 
         encoder, mask = idiap_encoder(model, recurrent=False).eval(), TriangularCausalMask(length)
@@ -123,7 +117,7 @@ def prompt(length: int, settings: Settings, width: int | None = None) -> Problem
 
         return run
 
-    def onnx(graph: str) -> Callable[[], list[Tensor]]:
+    def onnx(graph: str) -> Run:
         from unrolled.interop import onnx
 
         return partial(read, onnx.load(_exported(settings, width).name, graph, threads=settings.threads), {})
@@ -133,15 +127,8 @@ def prompt(length: int, settings: Settings, width: int | None = None) -> Problem
     operations = length * matmuls(model) + attention_operations(model, length, gradients=False)
     kinds = _definitions(model, twin, tokens, 1)
     kinds["fp32"] = replace(kinds["fp32"], flops=operations)
-    contenders = [
-        *(Contender(_name(w), partial(planned, model, w), w, ours=True) for w in PACKINGS),
-        Contender("unrolled, layer by layer", layers, "fp32", ours=True),
-        Contender("fast-transformers", idiap, "fp32"),
-        Contender("ONNX Runtime, our export", partial(onnx, "plain"), "fp32"),
-        Contender("ONNX Runtime int8, our export", partial(onnx, "int8"), "ONNX Runtime int8"),
-        *_of_rwkv(partial(planned, twin)),
-        *_of_llama_cpp(partial(llama_cpp.prompt, shape, tokens=tokens, threads=settings.threads)),
-    ]
+    llama = partial(llama_cpp.prompt, shape, tokens=tokens, threads=settings.threads)
+    contenders = _readers(model, twin, planned, layers, idiap, onnx, llama)
     return Problem(contenders, kinds, tokens=length)
 
 
@@ -153,7 +140,7 @@ def drawing(batch: int, settings: Settings, width: int | None = None) -> Problem
 
     request = Request.of(model.config, prompts, STEPS, **options)
 
-    def prepared(make: Callable[[], Plan]) -> Callable[[], list[Tensor]]:
+    def prepared(make: Callable[[], Plan]) -> Run:
         made = make()
         return lambda: [torch.stack(made.run(request)).double()]
 
@@ -186,18 +173,38 @@ def _rwkv_shape(twin: Decoder) -> rwkv.Shape:
     return rwkv.Shape(config.n_layers, config.d_model, head, config.vocab_size)
 
 
-def _of_rwkv(prepare: Callable[[Weights], Callable[[], list[Tensor]]]) -> list[Contender]:
-    """Plans of RWKV-7; `prepare` takes the form of the weights."""
-    return [
-        Contender(f"{_name(w)}, RWKV-7", partial(prepare, w), f"RWKV-7 {w}", ours=True) for w in RWKV_FORMS
-    ]
+def _readers(
+    model: Decoder,
+    twin: Decoder,
+    planned: Callable[[Decoder, Weights], Run],
+    layers: Callable[[], Run],
+    idiap: Callable[[], Run],
+    onnx: Callable[[str], Run],
+    llama: Callable[..., Run],
+) -> list[Contender]:
+    """Everything that reads tokens; each function prepares a run.
 
-
-def _of_llama_cpp(prepare: Callable[..., Callable[[], list[Tensor]]]) -> list[Contender]:
-    """llama.cpp in each form of the weights; `prepare` takes the form."""
+    Args:
+        model, twin: decoders of linear attention and of RWKV-7.
+        planned: by a plan of a decoder, with weights in some form.
+        layers, idiap: by `model`, layer by layer, and by fast-transformers with the weights of `model`.
+        onnx: by a graph of our export of `model`.
+        llama: by llama.cpp, with weights in the form `form`.
+    """
     return [
-        Contender(f"llama.cpp, RWKV-7 in {form}", partial(prepare, form=form), f"llama.cpp {form}")
-        for form in llama_cpp.TOLERANCES
+        *(Contender(_name(w), partial(planned, model, w), w, ours=True) for w in PACKINGS),
+        Contender("unrolled, layer by layer", layers, "fp32", ours=True),
+        Contender("fast-transformers", idiap, "fp32"),
+        Contender("ONNX Runtime, our export", partial(onnx, "plain"), "fp32"),
+        Contender("ONNX Runtime int8, our export", partial(onnx, "int8"), "ONNX Runtime int8"),
+        *(
+            Contender(f"{_name(w)}, RWKV-7", partial(planned, twin, w), f"RWKV-7 {w}", ours=True)
+            for w in RWKV_FORMS
+        ),
+        *(
+            Contender(f"llama.cpp, RWKV-7 in {form}", partial(llama, form=form), f"llama.cpp {form}")
+            for form in llama_cpp.TOLERANCES
+        ),
     ]
 
 
