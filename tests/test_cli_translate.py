@@ -117,6 +117,7 @@ def test_line_n_of_the_translations_is_that_of_sentence_n(
     monkeypatch.setattr(Vocabulary, "decode", lambda self, ids: "ein\nHund \u2028 l\u00e4uft\n")
     piped = run("translate", trained, "--beam-size", 1, input="a dog\u2028runs\r\na man\n")
     assert piped.stdout == "ein Hund l\u00e4uft\n" * 2
+    assert run("translate", trained, input="\n \n").stdout == "\n\n"
     monkeypatch.setattr(Multi30kDataset, "decode", lambda self, ids: "ein\nHund")
     out = tmp_path / "deep" / "translations.txt"
     works("evaluate", trained, "--split", "test_2017_flickr", "--beam-size", 1, "--out", out)

@@ -56,6 +56,12 @@ def test_channels_are_averaged_and_other_rates_resampled(tmp_path):
     assert abs(faster[500:-500].astype(int) - left[500:-500]).max() < 80  # 1 % of its loudness
 
 
+def test_a_format_that_cannot_be_rewound_is_read(tmp_path):
+    soundfile.write(tmp_path / "x.wav", tone(440, 0.5), 16_000, subtype="GSM610")
+    found = read_sound(tmp_path / "x.wav", 16_000)[:8000]  # GSM pads the last of its blocks
+    assert abs(found.astype(int) - tone(440, 0.5)).mean() < 500
+
+
 @pytest.mark.parametrize(("name", "subtype"), [("x.ogg", "VORBIS"), ("x.opus", "OPUS")])
 def test_what_is_too_loud_is_clipped(tmp_path, name, subtype):
     square = np.where(np.arange(16_000) // 40 % 2, 1.0, -1.0)  # the codecs go beyond it
@@ -235,6 +241,10 @@ def test_a_vocabulary_of_speech_is_whole(tmp_path):
     vocabulary.check(2)
     with pytest.raises(ValueError, match="has 2 ids, but the model has 3"):
         vocabulary.check(3)
+    assert vocabulary.decode([1, 0]) == vocabulary.decode(torch.tensor([1, 0])) == "b a"
+    for ids in ([-1], [2]):
+        with pytest.raises(ValueError, match=r"ids reach from .* but must be from 0 to 1"):
+            vocabulary.decode(ids)
     for name in speech:
         with pytest.raises(ValueError, match=f"{name} is None, but must be given with kind 'speech'"):
             Vocabulary("speech", **speech | {name: None})

@@ -274,7 +274,7 @@ def test_a_translation_is_at_most_fifty_tokens_longer_than_its_source():
         ({"length_penalty": 10**400}, "length_penalty is 10*, but must be a number from 0 to 50"),
         ({"sources": [[True]]}, r"sources\[0\] is torch.bool of shape \[1\], but must be whole numbers"),
         ({"sources": [[1j]]}, r"sources\[0\] is torch.complex64 of shape \[1\], but must be whole numbers"),
-        ({"sources": [5]}, r"sources\[0\] is 5, but must be whole numbers"),
+        ({"sources": [5]}, r"sources\[0\] is 5, but must be a sequence of whole numbers"),
         ({"sources": [[0.5]]}, r"sources\[0\] is torch.float32 of shape \[1\], but must be whole numbers"),
     ],
 )

@@ -63,6 +63,11 @@ def make_perceiver(**fields: Any) -> PerceiverAR:
     return PerceiverAR(PerceiverARConfig(VOCABULARY, **sizes, **fields)).eval()
 
 
+def make_cell(cell: str, **fields: Any) -> RecurrentLM:
+    torch.manual_seed(0)
+    return RecurrentLM(RecurrentLMConfig(VOCABULARY, d_model=8, cell=cell, **fields))
+
+
 @pytest.fixture(scope="module", params=list(MODELS))
 def pair(request, tmp_path_factory):
     model = make(request.param, **MODELS[request.param])
@@ -76,11 +81,9 @@ def pair(request, tmp_path_factory):
 def folder(tmp_path_factory):
     """A minimal exported folder, to be damaged."""
     made = tmp_path_factory.mktemp("folder")
-    config = RecurrentLMConfig(VOCABULARY, d_model=8, cell="gru")
     vocabulary = made.parent / "vocabulary.json"
     vocabulary.write_text('{"kind": "ids"}')
-    torch.manual_seed(0)
-    export(RecurrentLM(config), made, vocabulary=vocabulary)
+    export(make_cell("gru"), made, vocabulary=vocabulary)
     return made
 
 
@@ -254,9 +257,12 @@ def test_numbers_that_differ_without_a_difference_do_not_agree(found, expected):
         (lambda: make("linear"), {"opset": 19}, UnsupportedError, "opset is 19, but must be from 20 to 25"),
         (lambda: make("linear"), {"opset": 26}, UnsupportedError, "opset is 26, but must be from 20 to 25"),
         (lambda: make("linear").half(), {}, UnsupportedError, "float16, but must be float32"),
-        (lambda: make("long_short"), {}, UnsupportedError, "but must grow by one per token along one axis; softmax"),
+        (lambda: make("long_short"), {}, UnsupportedError, "but must be empty at first, and grow by one per"),
         (lambda: make("linear"), {"sampling": {"temprature": 1}}, ValueError, "sampling has"),
         (lambda: make("linear"), {"sampling": {"top_p": 5}}, ValueError, r"top_p is 5, but must be in \(0, 1\]"),
+        (lambda: make_cell("lstmn"), {}, UnsupportedError, "but must be empty at first, and grow by one per token"),
+        (lambda: make_cell("ntm"), {}, UnsupportedError, "weights is not constant, but must be for an export"),
+        (lambda: make_cell("kronecker"), {}, UnsupportedError, "this model cannot be written as a graph"),
         (lambda: torch.nn.Linear(2, 2), {}, UnsupportedError, "Linear cannot be exported: it lacks init_state"),
         (lambda: make_perceiver(max_length=5), {}, UnsupportedError, "n_latents is 4, but must be .*positions, 5$"),
         (lambda: make_perceiver(positions="none"), {}, UnsupportedError, "positions 'none' do not limit"),
@@ -488,7 +494,7 @@ def test_a_graph_for_one_token_reads_a_prompt_token_by_token():
 
 @pytest.mark.slow
 def test_a_model_is_exported_without_its_dropout_and_keeps_its_mode(tmp_path):
-    model = RecurrentLM(RecurrentLMConfig(VOCABULARY, d_model=8, cell="gru", dropout=0.9)).train()
+    model = make_cell("gru", dropout=0.9).train()
     export(model, tmp_path)  # compares the graph with the model
     assert model.training
     assert logging.root.manager.disable == 0  # what the exporter says is hidden no longer

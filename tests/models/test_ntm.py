@@ -46,6 +46,8 @@ def test_wrong_bits_are_counted_for_each_row():
     targets[2, :, 1] = 1 - targets[2, :, 1]
     targets[2, 0] = IGNORED
     assert model.wrong_bits(x, targets).tolist() == [1, 0, 3]
+    with pytest.raises(ValueError, match=r"targets is .* must be floating point \[3, 4, 2\]"):
+        model.wrong_bits(x, targets[0, 0])
 
 
 def test_numbers_are_read_after_the_last_step_that_is_no_padding():

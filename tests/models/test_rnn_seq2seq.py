@@ -1,7 +1,11 @@
 """Bahdanau's and Luong's encoder-decoders: one function in three verbs, and what their equations say."""
 
+import warnings
+from copy import deepcopy
+
 import pytest
 import torch
+from adapters import Doubled
 from torch.nn import functional as F  # noqa: N812
 
 from models.kit import assert_same, read
@@ -191,6 +195,27 @@ def test_a_beam_of_one_is_greedy_decoding(kind, options):
         assert found.tolist() == said
 
 
+@pytest.mark.parametrize(("kind", "part"), [(RNNSeq2Seq, "cell.input_proj"), (LuongSeq2Seq, "combine")])
+def test_an_adapter_counts(kind, part):
+    model, (source, target, mask) = made(kind, {}), ids()
+    doubled = deepcopy(model)
+    for parameter in doubled.get_submodule(part).parameters():
+        parameter.data *= 2
+    model.set_submodule(part, Doubled(model.get_submodule(part)))
+    expected = doubled(source, target, key_padding_mask=mask)
+    torch.testing.assert_close(model(source, target, key_padding_mask=mask), expected)
+    assert not torch.allclose(expected, made(kind, {})(source, target, key_padding_mask=mask))
+
+
+@pytest.mark.parametrize("kind", [RNNSeq2Seq, LuongSeq2Seq])
+def test_linear_layers_may_be_replaced_by_quantised_ones(kind):
+    model, (source, target, _) = made(kind, {}, torch.float32), ids()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a function that leaves torch one day
+        packed = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+    torch.testing.assert_close(packed(source, target), model(source, target), atol=0.2, rtol=0.1)
+
+
 def test_only_reading_a_source_draws_new_seeds_in_training():
     model = make(LuongSeq2Seq, attention="hard").train()
     source, target = ids()[:2]
@@ -263,7 +288,9 @@ def test_empty_batches_and_targets(kind, options):
             "row 0 of source is nothing but padding, but must",
         ),
         (lambda m, s, t, k: m(s + V, t), r"source holds ids from .* but they must be in \[0, 7\)"),
-        (lambda m, s, t, k: m(s, t + 1), r"tokens holds ids from .* but they must be in \[0, 8\)"),
+        (lambda m, s, t, k: m(s, t + 1), r"target holds ids from .* but they must be in \[0, 8\)"),
+        (lambda m, s, t, k: m(s[:2], t), "target has 3 rows, but must have 2, as source has"),
+        (lambda m, s, t, k: m.attend(s[:2], t), "target has 3 rows, but must have 2, as source has"),
         (lambda m, s, t, k: m.loss(s, t), r"targets holds values from .* must be in \[0, 7\)"),
         (lambda m, s, t, k: m.loss(s, t[:, 0]), r"targets has shape \[3\], but must be \[3, T\]"),
         (lambda m, s, t, k: m(s, t, key_padding_mask=k[:, 1:]), "key_padding_mask has shape"),

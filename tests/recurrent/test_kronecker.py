@@ -127,9 +127,20 @@ def test_a_state_at_rest_has_a_gradient():
     torch.testing.assert_close(gradient[0, 0], module.input_proj.weight.sum(0))
 
 
+def test_large_inputs_keep_their_phase():
+    module = KroneckerRNN(1, 2)
+    nn.init.ones_(module.input_proj.weight)
+    nn.init.zeros_(module.input_proj.bias)
+    x = torch.tensor([[[3e19]], [[1e38]]], requires_grad=True)
+    torch.testing.assert_close(y := module(x), torch.full((2, 1, 2), 0.5**0.5))
+    y.sum().backward()
+    assert x.grad.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("size", "factors", "message"),
     [
+        (12, 6, "factors is 6, but must be a sequence of whole numbers"),
         (9, None, "hidden_size is 9, but must be even"),
         (12, [2, 2], r"factors is \[2, 2\], which multiply to 4, but must multiply to 6"),
         (12, [], r"factors is \[\], but must be whole numbers"),

@@ -13,7 +13,15 @@ from unrolled.decode import plan
 from unrolled.decode.request import Sampling
 from unrolled.generation import generate
 from unrolled.interop.hf.convert import character_tokenizer, to_transformers
-from unrolled.models import Encoder, EncoderConfig, PerceiverAR, PerceiverARConfig, RecurrentLM
+from unrolled.models import (
+    Encoder,
+    EncoderConfig,
+    PerceiverAR,
+    PerceiverARConfig,
+    RecurrentLM,
+    RNNSeq2Seq,
+    RNNSeq2SeqConfig,
+)
 from unrolled.models.recurrent_lm import RecurrentLMConfig
 from unrolled.ops import native
 from unrolled.serving.jobs import Drawn, EngineError, Job
@@ -162,8 +170,11 @@ def test_deterministic_models_without_a_plan_share_no_prefixes(tmp_path, opened)
 def test_what_is_no_recurrence_is_refused(tmp_path):
     config = EncoderConfig(vocab_size=71, d_model=16, n_layers=1, n_heads=2, output="masked")
     TEXT.attach(Encoder(config)).save(tmp_path / "encoder")
-    with pytest.raises(UnsupportedError, match="does not predict the next token from a state"):
-        open_model(tmp_path / "encoder")
+    translator = RNNSeq2Seq(RNNSeq2SeqConfig(71, d_model=16, hidden_size=16))
+    TEXT.attach(translator).save(tmp_path / "translator")
+    for name in ("encoder", "translator"):
+        with pytest.raises(UnsupportedError, match="does not predict the next token from a state"):
+            open_model(tmp_path / name)
     to_transformers(Encoder(config)).save_pretrained(tmp_path / "hf")
     with pytest.raises(UnsupportedError, match="an encoder"):
         open_model(tmp_path / "hf")

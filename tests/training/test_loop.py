@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from unrolled import alignment
 from unrolled.contract import UnsupportedError
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.training import evaluate, read_log, train
@@ -185,6 +186,15 @@ def test_activation_checkpointing_needs_a_model_that_can(tmp_path):
     del unable.gradient_checkpointing
     with pytest.raises(UnsupportedError, match="StandIn cannot recompute activations"):
         run(tmp_path / "b", model=unable, gradient_checkpointing=True)
+
+
+def test_hard_attention_is_not_trained_by_a_loss(tmp_path):
+    model = StandIn()
+    model.attention = alignment.load("hard")(4)
+    with pytest.raises(UnsupportedError, match="the loss does not train HardAttention: use hard"):
+        run(tmp_path / "a", model=model)
+    model.attention = alignment.load("hard.StraightThroughAttention")(4)
+    run(tmp_path / "b", model=model, steps=1)
 
 
 def test_the_bar_shows_loss_speed_and_time_left(tmp_path, capfd):

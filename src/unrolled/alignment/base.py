@@ -45,6 +45,7 @@ class Alignment(ChecksOptions, nn.Module):
     """
 
     growing: Growing = dict.fromkeys(("memory", "keys", "padding"), (1, "S"))
+    differentiable = True  # whether back-propagation trains the weights that it attends with
 
     def __init__(self, query_dim: int, memory_dim: int | None = None):
         super().__init__()

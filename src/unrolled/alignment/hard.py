@@ -53,6 +53,7 @@ class HardAttention(BahdanauAttention):
         seed: seed of the samples.
     """
 
+    differentiable = False
     begun: Tensor
 
     def __init__(
@@ -103,6 +104,8 @@ class HardAttention(BahdanauAttention):
 
 class StraightThroughAttention(HardAttention):
     """Hard attention whose backward pass is that of soft attention."""
+
+    differentiable = True
 
     def weigh(self, query: Tensor, state: HardState) -> Tensor:
         """Return one-hot rows with the gradient of the probabilities."""

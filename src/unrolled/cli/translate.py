@@ -53,7 +53,7 @@ def translate(
         if not line.strip():
             raise ValueError(f"sentence {number} is empty, but must have something to translate")
     sentences = [line.strip() for line in lines if line.strip()]
-    if not sentences:
+    if not lines:
         raise ValueError("there are no sentences: pass them as arguments or on standard input")
     model, sources = model.to(choose(device)), [vocabulary.encode(sentence) for sentence in sentences]
     options: Any = {

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from unrolled.data._codec import listed
 from unrolled.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class BytePairs:
 
     def decode(self, ids: Tensor | Sequence[int]) -> str:
         """Return the text of ids [T] up to the first end symbol; bytes that are not UTF-8 become U+FFFD."""
-        values: list[int] = torch.as_tensor(ids, dtype=torch.long).tolist()
+        values = listed(ids)
         if END_ID in values:
             values = values[: values.index(END_ID)]
         text: str = self._tokenizer.decode(values)

@@ -40,13 +40,25 @@ class Codec:
         Raises:
             ValueError: an id is outside the vocabulary.
         """
-        # A server decodes single ids: a tensor of each would take most of the time.
-        values = ids.tolist() if isinstance(ids, Tensor) else [int(i) for i in ids]
-        size = 256 if self.vocabulary is None else len(self.vocabulary)
-        if values and not 0 <= min(values) <= max(values) < size:
-            raise ValueError(
-                f"ids reach from {min(values)} to {max(values)}, but must be from 0 to {size - 1}"
-            )
+        values = ids_below(256 if self.vocabulary is None else len(self.vocabulary), ids)
         if self.vocabulary is None:
             return bytes(values).decode(errors="replace")
         return "".join([self.vocabulary[i] for i in values])
+
+
+def ids_below(size: int, ids: Tensor | Sequence[int]) -> list[int]:
+    """Return ids as a list.
+
+    Raises:
+        ValueError: an id is negative, or `size` or more.
+    """
+    values = listed(ids)
+    if values and not 0 <= min(values) <= max(values) < size:
+        raise ValueError(f"ids reach from {min(values)} to {max(values)}, but must be from 0 to {size - 1}")
+    return values
+
+
+def listed(ids: Tensor | Sequence[int]) -> list[int]:
+    """Return ids as a list."""
+    # A server decodes single ids: a tensor of each would take most of the time.
+    return ids.tolist() if isinstance(ids, Tensor) else [int(i) for i in ids]

@@ -38,7 +38,7 @@ def library(name: str) -> Any:
 
 
 def read_sound(source: str | Path | bytes, rate: int) -> Samples:
-    """Read a sound file (WAV, FLAC, Ogg or any other format of libsndfile) as int16 [n].
+    """Read a sound file (WAV, FLAC, Ogg or most other formats of libsndfile) as int16 [n].
 
     Channels are averaged, and a sound of another sampling rate is resampled.
 
@@ -56,12 +56,12 @@ def read_sound(source: str | Path | bytes, rate: int) -> Samples:
         raise ValueError(f"{name} is not a file, but must be a sound")
     try:
         with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else str(source)) as file:
-            found = file.samplerate
+            found, n = file.samplerate, file.frames  # some formats must be told how much to read
             # As int16, libsndfile would cut off fractions, and wrap what is too loud in an Ogg file.
             if file.subtype in ("FLOAT", "DOUBLE", "VORBIS", "OPUS"):
-                samples = _of_floats(file.read(dtype="float64", always_2d=True))
+                samples = _of_floats(file.read(n, dtype="float64", always_2d=True))
             else:
-                samples = file.read(dtype="int16", always_2d=True)
+                samples = file.read(n, dtype="int16", always_2d=True)
     except soundfile.SoundFileError as error:
         raise ValueError(f"{name} cannot be read as a sound: {error}") from error
     mono = samples[:, 0] if samples.shape[1] == 1 else np.rint(samples.mean(1)).astype(np.int16)

@@ -13,7 +13,7 @@ from annotated_types import Len, MinLen
 from torch import Tensor
 
 from unrolled.data._bpe import BytePairs
-from unrolled.data._codec import Codec
+from unrolled.data._codec import Codec, ids_below, listed
 from unrolled.data._sound import FULL_SCALE, log_mel, read_sound
 from unrolled.data._tokenizer import TextTokenizer
 from unrolled.fields import Checked, Count, Size
@@ -94,15 +94,15 @@ class Vocabulary(Checked):
         return model
 
     @classmethod
-    def load(cls, run_dir: Path) -> "Vocabulary":
+    def load(cls, run_dir: str | Path) -> "Vocabulary":
         """Read `vocabulary.json`.
 
         Raises:
             ValueError: there is no such file, or it is damaged.
         """
-        path = run_dir / FILE_NAME
+        path = Path(run_dir) / FILE_NAME
         if not path.exists():
-            raise ValueError(incomplete(run_dir, "a run of unrolled train", FILE_NAME))
+            raise ValueError(incomplete(path.parent, "a run of unrolled train", FILE_NAME))
         try:
             found = cls(**json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
@@ -160,22 +160,25 @@ class Vocabulary(Checked):
         except ValueError as error:
             raise ValueError(f"{text!r} must be ids, whole numbers with spaces between") from error
 
-    def decode(self, ids: Tensor) -> str:
+    def decode(self, ids: Tensor | Sequence[int]) -> str:
         """Return the text of ids [T]; for byte pairs of sentences, up to the end symbol.
 
         Bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            ValueError: an id of a character, a byte or a unit is outside the vocabulary.
         """
         if self.kind == "text":
             return Codec(self.characters).decode(ids)
         if self.kind == "bpe":
             return self._byte_pairs.decode(ids)
         if self.kind == "tokenizer":
-            return self.text_tokenizer.decode(ids.tolist())
+            return self.text_tokenizer.decode(listed(ids))
         if self.units is not None:
             between = "" if " " in self.units else " "  # letters include the space
-            return between.join(self.units[i] for i in ids.tolist())
+            return between.join(self.units[i] for i in ids_below(len(self.units), ids))
         read = self.reader()
-        return "".join(map(read, ids.tolist()))
+        return "".join(map(read, listed(ids)))
 
     @cached_property
     def text_tokenizer(self) -> TextTokenizer:

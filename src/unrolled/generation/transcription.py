@@ -82,9 +82,10 @@ def decode(log_probs: Tensor, *, beam_size: int = 1) -> Tensor:
     """Return what is said by one sound: log-probabilities `[T,V+1]`, the blank last, to ids `[U]`.
 
     Raises:
-        ValueError: `log_probs` has another shape, or `beam_size` is below 1.
+        ValueError: `log_probs` is no tensor or has another shape, or `beam_size` is below 1.
     """
     check_value("beam_size", beam_size, Size)
+    check_tensor("log_probs", log_probs)
     if log_probs.dim() != 2 or log_probs.shape[1] == 0:
         raise wrong("log_probs", f"of shape {list(log_probs.shape)}", "[T, V + 1]")
     return best_path(log_probs) if beam_size == 1 else prefix_search(log_probs, beam_size)[0][0]

@@ -22,6 +22,7 @@ from unrolled.models.seq2seq import AttentiveSeq2SeqConfig, Seq2Seq, make_attent
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.recurrent import lstm_step
+from unrolled.recurrent._layer import apply
 
 
 @dataclass
@@ -98,7 +99,6 @@ class LuongSeq2Seq(Seq2Seq[LuongSeq2SeqState]):
             (torch.cat([x.weight_ih, x.weight_hh], 1).to(kept), (x.bias_ih + x.bias_hh).to(kept))
             for x in others
         ]
-        combine = self.combine.weight.to(kept)
         hs, cs = list(state.h.unbind(1)), list(state.c.unbind(1))
         v, attended = state.attentional, state.attention
         vectors, weights = [], []
@@ -110,7 +110,7 @@ class LuongSeq2Seq(Seq2Seq[LuongSeq2SeqState]):
                     below = torch.cat([self.dropout(hs[i - 1]), hs[i]], -1)
                     hs[i], cs[i] = lstm_step(F.linear(below, weight, bias), cs[i])
                 context, weight, attended = self.attention.recall(hs[-1].to(dtype).unsqueeze(1), attended)
-                v = torch.tanh(F.linear(torch.cat([context.squeeze(1).to(kept), hs[-1]], -1), combine))
+                v = torch.tanh(apply(self.combine, torch.cat([context.squeeze(1).to(kept), hs[-1]], -1)))
                 vectors.append(v)
                 weights.append(weight)
         after = LuongSeq2SeqState(torch.stack(hs, 1), torch.stack(cs, 1), v, attended)

@@ -103,8 +103,14 @@ class NTMModel(_Layers):
 
     @torch.no_grad()
     def wrong_bits(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Number of wrongly predicted bits in each row, `[B]`: a bit is 1 where p > 1/2."""
-        wrong = (self(inputs) > 0) != (targets > 0.5)
+        """Number of wrongly predicted bits in each row, `[B]`: a bit is 1 where p > 1/2.
+
+        Raises:
+            ValueError: the targets have another shape than the bits, or are integers.
+        """
+        logits = self(inputs)
+        check_numbers(targets, logits)
+        wrong = (logits > 0) != (targets > 0.5)
         return (wrong & (targets != IGNORED)).flatten(1).sum(1)
 
 

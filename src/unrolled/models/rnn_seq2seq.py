@@ -10,6 +10,7 @@ arXiv 1409.0473, section 3 and appendix A. The text conditions y_i on s_i, the f
 s_{i-1}: `readout_state` selects one.
 """
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, NamedTuple
 
@@ -19,8 +20,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from unrolled.fields import Size
 from unrolled.models.seq2seq import AttentiveSeq2SeqConfig, Seq2Seq, make_attention
+from unrolled.ops.observing import changed
 from unrolled.ops.precision import without_autocast
 from unrolled.recurrent import Bidirectional
+from unrolled.recurrent._layer import apply
 from unrolled.recurrent.gru import GRUState
 from unrolled.recurrent.gru_reset_before import GRUResetBefore
 
@@ -94,16 +97,12 @@ class RNNSeq2Seq(Seq2Seq[RNNSeq2SeqState]):
         """Run the decoder over tokens; returns t before W_o."""
         s, attended = state
         y = self.dropout(self.target_embedding(tokens))
-        widths = [y.shape[-1], self.attention.memory_dim]
-        of_token, of_context = torch.split(self.cell.input_proj.weight, widths, 1)
-        inputs = F.linear(y, of_token, self.cell.input_proj.bias).to(s.dtype)  # of all tokens at once
-        of_context, dtype = of_context.to(s.dtype), y.dtype
+        dtype, project = y.dtype, self._projection(y, s.dtype)
         states, contexts, weights = [s], [], []
         with without_autocast(tokens.device):
-            for now in inputs.unbind(1):
+            for t in range(tokens.shape[1]):
                 context, weight, attended = self.attention.recall(s.to(dtype).unsqueeze(1), attended)
-                projected = now + F.linear(context.squeeze(1).to(s.dtype), of_context)
-                s, _ = self.cell.advance(projected, GRUState(s))
+                s, _ = self.cell.advance(project(t, context.squeeze(1).to(s.dtype)), GRUState(s))
                 states.append(s)
                 contexts.append(context)
                 weights.append(weight)
@@ -111,3 +110,12 @@ class RNNSeq2Seq(Seq2Seq[RNNSeq2SeqState]):
         joined = torch.cat([torch.stack(read, 1).to(dtype), y, torch.cat(contexts, 1)], -1)
         pairs = self.readout(joined).unflatten(-1, (-1, 2))
         return self.dropout(pairs.amax(-1)), torch.cat(weights, 1), RNNSeq2SeqState(s, attended)
+
+    def _projection(self, y: Tensor, dtype: torch.dtype) -> Callable[[int, Tensor], Tensor]:
+        """Return the inputs of the cell as a function of t and c_t `[B,M]`, for tokens y `[B,T,d_model]`."""
+        layer = self.cell.input_proj
+        if type(layer) is not nn.Linear or changed([layer]):  # such as an adapter
+            return lambda t, context: apply(layer, torch.cat([y[:, t].to(dtype), context], -1))
+        of_token, of_context = torch.split(layer.weight, [y.shape[-1], self.attention.memory_dim], 1)
+        inputs, of_context = F.linear(y, of_token, layer.bias).to(dtype), of_context.to(dtype)
+        return lambda t, context: inputs[:, t] + F.linear(context, of_context)

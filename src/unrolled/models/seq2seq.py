@@ -104,7 +104,9 @@ class Seq2Seq(SavedModel, Generic[State]):
         Raises:
             ValueError: an argument of the wrong shape or type, an unknown id, or an empty source sentence.
         """
-        return self.prefill(target, self.init_state(source, key_padding_mask=key_padding_mask))[0]
+        check_ids("target", target, self.n_ids, self.target_embedding.weight)
+        hidden, _, _ = self._decode(target, self._begin(source, len(target), key_padding_mask))
+        return self.out(hidden)  # type: ignore[no-any-return]
 
     def loss(self, inputs: Tensor, targets: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Mean -log p(target) in nats per token, in at least fp32; 0 if every target is ignored.
@@ -147,9 +149,14 @@ class Seq2Seq(SavedModel, Generic[State]):
     def attend(self, source: Tensor, target: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Weight of each source token at each target token: `[B,T,S]`; arguments as for `forward`."""
         check_ids("target", target, self.n_ids, self.target_embedding.weight)
+        return self._decode(target, self._begin(source, len(target), key_padding_mask))[1]
+
+    def _begin(self, source: Tensor, rows: int, key_padding_mask: Tensor | None) -> State:
+        """Read a source for a target of that many rows."""
         state = self.init_state(source, key_padding_mask=key_padding_mask)
-        self._check_state(state, len(target))
-        return self._decode(target, state)[1]
+        if len(source) != rows:
+            raise ValueError(f"target has {rows} rows, but must have {len(source)}, as source has")
+        return state
 
     def _decode(self, tokens: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
         """Run `decode`; without a token, return empty outputs and the same state."""

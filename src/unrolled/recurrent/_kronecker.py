@@ -22,6 +22,8 @@ def factor_sizes(size: int, factors: Sequence[int] | None) -> tuple[int, ...]:
     """
     if factors is None:
         return _primes(size)
+    if not isinstance(factors, Sequence):
+        raise ValueError(f"factors is {factors!r}, but must be a sequence of whole numbers")
     sizes = tuple(factors)
     if not sizes or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sizes):
         raise ValueError(f"factors is {list(sizes)}, but must be whole numbers of at least 1")

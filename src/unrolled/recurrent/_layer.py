@@ -111,8 +111,13 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
             ValueError: an argument of the wrong shape or type.
             UnsupportedError: a second sequence, or an `attn_mask`.
         """
-        if key is not None or value is not None or attn_mask is not None:
-            raise UnsupportedError(f"{self._name} is recurrent: it reads one sequence and takes no attn_mask")
+        if key is not None or value is not None:
+            raise UnsupportedError(
+                f"{self._name} is recurrent, so it reads one sequence: to continue from a state use prefill, "
+                "and pass a padding mask as key_padding_mask"
+            )
+        if attn_mask is not None:
+            raise UnsupportedError(f"{self._name} is recurrent, so it takes no attn_mask")
         self._check_input("x", x, 3)
         # Padding on the right has no effect on the tokens before it.
         if cu_seqlens is not None:
@@ -162,6 +167,10 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
             y, state = self.advance(inputs.to(self._state_dtype), state)
         return y.to(inputs.dtype), state
 
+    def extra_repr(self) -> str:
+        """Show the widths of inputs and outputs."""
+        return f"{self.input_size}, {self.hidden_size}"
+
     def _check_padding(self, key_padding_mask: Tensor, x: Tensor) -> None:
         check_key_padding_mask(key_padding_mask, *x.shape[:2])
         check_device("key_padding_mask", key_padding_mask, self._weight)
@@ -196,10 +205,11 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
 
 def apply(layer: nn.Module, x: Tensor) -> Tensor:
     """Call a layer in the dtype of `x`, the state's; a layer with a hook, or a replaced one, in its own."""
-    dtype = next(layer.parameters()).dtype
+    dtype = next(layer.parameters(), x).dtype
     if dtype != x.dtype and not changed([layer]):
         if type(layer) is nn.Linear:
-            return nn.functional.linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))
+            bias = None if layer.bias is None else layer.bias.to(x.dtype)
+            return nn.functional.linear(x, layer.weight.to(x.dtype), bias)
         if type(layer) is nn.LayerNorm:
             weight, bias = layer.weight.to(x.dtype), layer.bias.to(x.dtype)
             return nn.functional.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)

@@ -37,7 +37,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from unrolled.ops.cosine import cosine_weights
 from unrolled.ops.options import at_least
-from unrolled.recurrent._layer import RecurrentLayer, apply, keep
+from unrolled.recurrent._layer import RecurrentLayer, apply
 from unrolled.recurrent._lstm import lstm_step
 
 Controller = Literal["feedforward", "lstm"]
@@ -201,14 +201,10 @@ class NTM(RecurrentLayer[NTMState]):
 
     def scan(self, inputs: Tensor, state: NTMState, padding: Tensor | None) -> tuple[Tensor, NTMState]:
         """Run all steps, then compute all outputs in one product."""
-        both = []
-        for t, now in enumerate(inputs.unbind(1)):
-            both_t, after = self._turn(now, state)
-            state = after if padding is None else keep(padding[:, t], state, after)
-            both.append(both_t)
-        if not both:
+        if not inputs.shape[1]:
             return super().scan(inputs, state, padding)
-        return self._output(torch.stack(both, 1)), state
+        both, state = self._unroll(self._turn, inputs, state, padding)
+        return self._output(both), state
 
     def trace(self, x: Tensor) -> NTMTrace:
         """Run over `x [B,T,input_size]` from the initial state, and return the weights of all heads."""

@@ -9,13 +9,14 @@ from typing import Any
 from torch import nn
 
 import unrolled
-from unrolled.contract import Recurrent, UnsupportedError
+from unrolled.contract import UnsupportedError
 from unrolled.data import Vocabulary
 from unrolled.decode import Plan, load, load_model, packed_form, plan
 from unrolled.decode.packing import LAYOUT, Weights
 from unrolled.decode.saving import VERSION, Unfilled
 from unrolled.files import file_digest, read_object
 from unrolled.models import Decoder, PerceiverAR
+from unrolled.models.language_model import LanguageModel
 from unrolled.models.saving import CONFIG_FILE, PLAN_FILE, WEIGHTS_FILE
 from unrolled.ops import native
 from unrolled.serving.engine import Engine, Limits
@@ -80,7 +81,7 @@ def open_model(
     folder = Path(path)
     of_transformers = "model_type" in read_object(folder / CONFIG_FILE)
     model = _of_transformers(folder) if of_transformers else _model(folder, weights)
-    if not isinstance(model, Recurrent):
+    if not isinstance(model, LanguageModel | Plan):
         raise UnsupportedError(f"{folder} holds a model that does not predict the next token from a state")
     if isinstance(model, PerceiverAR):
         raise UnsupportedError(

@@ -13,6 +13,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from unrolled.alignment.base import Alignment
 from unrolled.contract import IGNORED, Batch, Dataset, UnsupportedError
 from unrolled.ops.random_features import Projection
 from unrolled.threads import cpu_threads
@@ -117,9 +118,9 @@ def fit(model: Trainable, dataset: Dataset, config: TrainConfig, processes: Proc
     """Check that the model supports the options of the config, and turn on gradient checkpointing if set.
 
     Raises:
-        UnsupportedError: the model cannot recompute activations, has no state to continue from, or cannot
-            read slices; or the data are packed sequences, but `sequence` is above 1, or `segment` is set and
-            `shard` is above 1.
+        UnsupportedError: the model cannot recompute activations, has no state to continue from, cannot read
+            slices, or has hard attention, which its loss does not train; or the data are packed sequences,
+            but `sequence` is above 1, or `segment` is set and `shard` is above 1.
         ValueError: `carry_state` is set, but the rows of the data do not continue from batch to batch; or
             `redraw_every` is set, but the model has nothing to redraw; or `ema` is set, but weights have 16
             bits.
@@ -131,6 +132,12 @@ def fit(model: Trainable, dataset: Dataset, config: TrainConfig, processes: Proc
             raise UnsupportedError("packed sequences need shard=1 to be read in segments")
     if config.carry_state:
         check_carried(model, first)
+    for module in model.modules():
+        if isinstance(module, Alignment) and not module.differentiable:
+            raise UnsupportedError(
+                f"the loss does not train {type(module).__name__}: use hard.StraightThroughAttention, or "
+                "hard.reinforce_loss in a loop of your own"
+            )
     if config.redraw_every is not None and not _projections(model):
         raise ValueError(
             "redraw_every is set, but the model has no random features or rotations: use performer, rfa, "

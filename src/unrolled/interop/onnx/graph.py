@@ -187,8 +187,8 @@ def _growing_axis(name: str, forms: list[Tensor]) -> int | None:
     grown = [axis for axis, sizes in enumerate(zip(*shapes, strict=True)) if sizes == (0, 1, 2)]
     if len(grown) != 1 or sum(len(set(sizes)) > 1 for sizes in zip(*shapes, strict=True)) != 1:
         raise UnsupportedError(
-            f"the state {name} grows from {list(shapes[0])} to {list(shapes[2])} in two tokens, but must "
-            "grow by one per token along one axis; softmax attention can be exported instead"
+            f"the state {name} grows from {list(shapes[0])} to {list(shapes[2])} in two tokens, but must be "
+            "empty at first, and grow by one per token along one axis, as that of softmax attention"
         )
     return grown[0]
 
