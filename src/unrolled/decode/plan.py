@@ -316,9 +316,10 @@ def plan(model: nn.Module, weights: Weights = "fp32", *, sample: Tensor | None =
             `unrolled.ops.feature_maps`), gated_linear, retention, rfa, mamba2, delta_net, kda, rwkv7, window
             or softmax, and differ by layer.
         weights: the form of the matrices: "fp32", "bf16" (half the memory), "int8" (a quarter) or "int4" (a
-            seventh); see `unrolled.decode.packing`. Everything is computed in fp32 from the rounded weights.
-            The inputs of a matrix are rounded too: to 16 bits with "int8", to 8 bits with "int4", and to
-            bfloat16 with "bf16" on processors with AVX-512 BF16 and without AMX.
+            seventh); see `unrolled.decode.packing`. The inputs of a matrix are rounded too: to 16 bits with
+            "int8", to 8 bits with "int4", and to bfloat16 with "bf16" on processors with AVX-512 BF16 and
+            without AMX. Embeddings are stored in bfloat16, except with "fp32". With "int4", the output layer
+            and matrices with fewer than 64 outputs are in "int8". Everything else is computed in fp32.
         sample: token ids [B, T], with "int4" only: matrices are rounded such that their outputs on this
             sample change least; see `unrolled.decode.calibration`. About 16,000 tokens of the training data
             are enough.
@@ -340,8 +341,8 @@ def plan(model: nn.Module, weights: Weights = "fp32", *, sample: Tensor | None =
 def load(path: str | Path) -> Plan:
     """Read a plan that `Plan.save` or `unrolled quantize` wrote.
 
-    The weights are mapped into memory, not copied, so processes share them; nothing is packed. Most of the
-    time goes into the SHA-256 of the file. Nobody may truncate the file while the plan is in use.
+    The weights are mapped into memory, not copied, so processes share them; nothing is packed. About
+    half of the time goes into the SHA-256 of the file. Nobody may truncate the file while the plan is in use.
 
     Raises:
         ValueError: the folder holds no plan; a file is damaged, was changed after it was saved or has another

@@ -46,9 +46,9 @@ def generate(
     runs in evaluation mode without gradients; its mode is restored afterwards.
 
     On a CPU, a plan runs the model for 32 or more new tokens, or with `weights`, if `unrolled.decode.plan`
-    supports it. The plan is made for this call and takes as much memory as the weights in fp32. It computes
-    in fp32, so a model in bf16 or fp16 may draw other tokens than without a plan. To make it only once, keep
-    a plan and call `plan.generate`.
+    supports it. The plan is made for this call, and holds its own copy of the weights. It computes in fp32,
+    so a model in bf16 or fp16 may draw other tokens than without a plan. To make it only once, keep a plan
+    and call `plan.generate`.
 
     On CUDA, steps are replayed from a CUDA graph if the state has a constant size, unless the model has hooks
     or parts from outside this library, or runs under autocast.

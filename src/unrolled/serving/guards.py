@@ -120,7 +120,7 @@ class Bodies:
             await self._app(scope, receive, send)
             return
         settings = self._settings
-        most = settings.state_bytes if scope["path"].startswith(STATES) else settings.body_bytes
+        most = settings.upload_bytes if scope["path"].startswith(STATES) else settings.body_bytes
         declared = Headers(scope=scope).get("content-length", "")
         began, size, whole = time.monotonic(), 0, False
 

@@ -1,9 +1,9 @@
 """States of prompts that may begin other prompts.
 
 The tokens of the prompts of each owner are kept in a tree, which branches where prompts begin to differ. A
-state is kept at the end of a prompt, and at the junction where two prompts begin to differ: the second prompt
-is read up to the junction first, so that a third prompt can start from the state there (Pan et al. 2024,
-"Marconi", arXiv 2411.19379, section 4.1). The least recently used states are dropped first.
+state is kept before the last token of a prompt, and at the junction where two prompts begin to differ: the
+second prompt is read up to the junction first, so that a third prompt can start from the state there (Pan et
+al. 2024, "Marconi", arXiv 2411.19379, section 4.1). The least recently used states are dropped first.
 """
 
 from typing import Any

@@ -20,7 +20,7 @@ class Settings:
         timeout: maximum time of a request, in seconds.
         drain: seconds in which running requests must end once the server stops.
         body_bytes: maximum number of bytes of a body.
-        state_bytes: maximum number of bytes of a state that is uploaded.
+        upload_bytes: maximum number of bytes of a state that a client uploads.
         body_seconds: seconds in which a body must arrive, plus one for each MiB.
         header_seconds: seconds in which headers must arrive.
 
@@ -36,7 +36,7 @@ class Settings:
     timeout: float = 300.0
     drain: float = 30.0
     body_bytes: int = 4 * 2**20
-    state_bytes: int = 256 * 2**20
+    upload_bytes: int = 256 * 2**20
     body_seconds: float = 10.0
     header_seconds: float = 8.0
 

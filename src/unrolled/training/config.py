@@ -34,7 +34,7 @@ class TrainConfig(Checked):
             2502.16982, section 2.2), so that both take the same `lr`.
         betas: decay rates of the first and second moment, for AdamW and RAdam.
         eps: added to the root of the second moment, for AdamW and RAdam.
-        weight_decay: applied to matrices and convolutions, never to biases and norms.
+        weight_decay: applied to matrices, embeddings and convolutions, never to biases and norms.
         warmup_steps: updates over which the learning rate rises linearly to `lr`.
         schedule: learning rate after the warm-up: "cosine" falls to `min_lr` at `steps`, "plateau" is halved
             when three evaluations in a row bring no new lowest loss, "constant" stays at `lr`, and
