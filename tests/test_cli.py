@@ -133,7 +133,7 @@ def test_a_refused_checkpoint_keeps_its_settings_until_fresh_is_asked_for(
 ) -> None:
     before = (copied / "run.yaml").read_bytes()
     other = [*text_settings, "model.n_layers=2", f"run_dir={copied}"]
-    assert "is a checkpoint of another model" in error("train", *other)
+    assert "cannot be resumed: model.n_layers was 1 and is now 2" in error("train", *other)
     assert (copied / "run.yaml").read_bytes() == before
     works("train", *other, "--fresh")
     assert "n_layers: 2" in (copied / "run.yaml").read_text()
@@ -220,7 +220,7 @@ def test_a_run_folder_can_be_reused_after_a_failed_start(tmp_path: Path, text_se
     settings = ("train", *text_settings, f"run_dir={tmp_path / 'run'}")
     assert "lower lr" in error(*settings, "train.lr=1e30", "train.warmup_steps=0")
     works(*settings, "train.steps=2")
-    assert "another model" in error(*settings, "train.steps=2", "model.d_model=32")
+    assert "model.d_model was 16 and is now 32" in error(*settings, "train.steps=2", "model.d_model=32")
 
 
 def test_a_fresh_run_removes_the_old_model(tmp_path: Path, text_settings: list[str]) -> None:

@@ -14,6 +14,7 @@ from unrolled.fields import FromData
 from unrolled.folders import RUN_FILE
 from unrolled.models import KINDS, Decoder, PerceiverAR
 from unrolled.models.config import ModelConfig
+from unrolled.training import train
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 20
 
@@ -303,6 +304,20 @@ def test_a_run_is_not_opened_again_with_another_text(settings: list[str], tmp_pa
     (tmp_path / "text.txt").write_text(TEXT.replace("q", "Q"))
     with pytest.raises(ValueError, match=r"the data of .*run have other ids than its vocabulary.json"):
         run_config.reopen(run.run_dir, saved)
+
+
+def test_a_run_is_not_opened_again_with_a_text_that_has_changed(settings: list[str], tmp_path: Path) -> None:
+    run = run_config.resolve(run_config.read(None, [*settings, "train.steps=1", "train.eval_batches=1"]))
+    run.save()
+    train(run.new_model(torch.device("cpu")), run.dataset, run.train, run.run_dir)
+    saved = run_config.read_saved(run.run_dir)
+    for length in (8, 16):
+        run_config.reopen(run.run_dir, {**saved, "data": saved["data"] | {"length": length}})
+    (tmp_path / "text.txt").write_text(TEXT[::-1])
+    with pytest.raises(ValueError, match=r"the data of .*run have changed since it was trained"):
+        run_config.reopen(run.run_dir, saved)
+    (run.run_dir / "last.safetensors").unlink()
+    run_config.reopen(run.run_dir, saved)
 
 
 def test_no_recipe_completes_a_run_that_is_read_again(settings: list[str]) -> None:

@@ -67,8 +67,10 @@ def test_the_command_repeated_finds_its_files_intact(corpus):
 
 def test_a_text_is_cut_at_a_separator(tmp_path):
     (tmp_path / "x.txt").write_text("\n\n".join(["one two", "three\nfour", "five"] * 30))
-    options = ["--tokenizer", "bytes", "--separator", r"\n\n", "--val-fraction", 0.2]
-    assert "90 documents" in works("tokenize", tmp_path / "x.txt", "--out", tmp_path / "out", *options).stdout
+    for name, separator in (("out", r"\n\n"), ("windows", r"\r\n\r\n")):
+        options = ["--tokenizer", "bytes", "--separator", separator, "--val-fraction", 0.2]
+        printed = works("tokenize", tmp_path / "x.txt", "--out", tmp_path / name, *options).stdout
+        assert "90 documents" in printed
     assert "whole: 1 document, " in works("tokenize", tmp_path / "x.txt", "--out", tmp_path / "whole").stdout
 
 
@@ -243,6 +245,7 @@ def test_wrong_arguments_are_one_sentence(tmp_path, arguments, message):
     write_lines(tmp_path / "a.jsonl", ["a", "b"])
     arguments = [argument.format(x=tmp_path) for argument in arguments]
     assert message in error("tokenize", *arguments, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_pipe_is_refused_by_name(tmp_path):

@@ -116,6 +116,7 @@ def test_reading_tells_how_far_it_is(tmp_path):
         ("x.jsonl", b"\xff\xfe\x00\n", "x.jsonl: line 1 is not JSON: "),
         ("x.jsonl", b"[1, 2]\n", r"x.jsonl: line 1 is \[1, 2\], but must be a JSON object"),
         ("x.jsonl", b'{"body": "a", "id": 3}\n', "line 1 has no field 'text'; its fields are 'body', 'id'"),
+        ("x.json.gz", gzip.compress(b"[1, 2]\n"), r"x.json.gz: line 1 is \[1, 2\], but must be a JSON"),
         ("x.jsonl", b"{}\n", "line 1 has no field 'text'; its fields are none"),
         ("x.jsonl", b'{"text": null}\n', "line 1 has text = None, but it must be text"),
         (

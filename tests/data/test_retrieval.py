@@ -25,7 +25,7 @@ def test_halves_of_one_review_are_found_and_others_are_not(reviews):
             head, tail = bytes(x % 256 for x in ids[~hidden].tolist()).split(b"\0")
             assert ids[len(head)] == SEPARATOR
             assert (head.decode().upper()[0] == tail.decode()[0]) == bool(label)
-            assert len(head) == min(7, ord(head[:1]) - 94)
+            assert len(head) == len(tail) <= 7
             assert head.islower()
             assert tail.isupper()
             labels.append(int(label))
@@ -37,11 +37,18 @@ def test_halves_of_one_review_are_found_and_others_are_not(reviews):
 
 @pytest.mark.parametrize("count", [2, 3, 25])
 def test_partners_are_a_permutation_with_half_at_their_place(count):
-    own, partner = partners(count, "train")
+    lengths = np.arange(count)
+    own, partner = partners(lengths, "train")
     assert sorted(own) == sorted(partner) == list(range(count))
     if count > 3:
         assert (own == partner).sum() == count - count // 2
-    assert not np.array_equal(own, partners(count, "val")[0]) or count == 2
+    assert not np.array_equal(own, partners(lengths, "val")[0]) or count == 2
+
+
+def test_another_review_is_the_next_longer_one():
+    own, partner = partners(lengths := np.arange(100) ** 2, "train")
+    others = sorted((lengths[a], lengths[b]) for a, b in zip(own, partner, strict=True) if a != b)
+    assert [b for _, b in others] == [a for a, _ in others[1:] + others[:1]]
 
 
 @pytest.mark.parametrize("real_data", ["imdb"], indirect=True)
@@ -52,6 +59,17 @@ def test_the_real_reviews(real_data):
     assert batch.inputs.shape == (2_000, 129)
     assert torch.all((batch.inputs == SEPARATOR).sum(1) == 1)
     assert 900 < int(batch.targets.sum()) < 1_100
+
+
+@pytest.mark.parametrize("real_data", ["imdb"], indirect=True)
+def test_lengths_do_not_give_the_label_away(real_data):
+    data = RetrievalDataset(text_length=2_000, data_dir=real_data)
+    batch = data.batch("val", step=0, batch_size=4_000, seed=0)
+    lengths = (~batch.key_padding_mask).sum(1)
+    assert (lengths % 2 == 1).all()  # two equal texts and the separator
+    assert torch.equal((batch.inputs == SEPARATOR).int().argmax(1), lengths // 2)
+    same, other = lengths[batch.targets == 1].double(), lengths[batch.targets == 0].double()
+    assert abs(same.mean() - other.mean()) < 4 * (same.var() / len(same) + other.var() / len(other)) ** 0.5
 
 
 def test_texts_are_read_next_to_the_middle_of_their_review(monkeypatch):

@@ -1,5 +1,6 @@
 import gzip
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -266,6 +267,8 @@ def test_a_second_file_is_all_for_validation(tmp_path):
         TextDataset(train, val_path=val, val_fraction=0.2)
     with pytest.raises(ValueError, match=r"val_path is '.*none', which is neither a file nor a known text"):
         TextDataset(train, val_path=tmp_path / "none")
+    with pytest.raises(ValueError, match=r"val_path is .*, but must be another file than path"):
+        TextDataset(train, val_path=tmp_path / "x" / ".." / Path(train).name)
 
 
 @pytest.mark.parametrize("real_data", ["wikitext2"], indirect=True)
@@ -303,9 +306,14 @@ def test_impossible_vocabularies_are_refused(tmp_path, options, message):
 
 
 def test_the_checksum_is_that_of_both_splits(tmp_path):
-    texts = ("abc" * 30, "acb" + "abc" * 29, "abc" * 29 + "acb")
+    texts = (
+        "abc" * 30,
+        "acb" + "abc" * 29,
+        "abc" * 29 + "acb",
+        "abd" * 30,
+    )  # the last has the ids of the first
     found = {TextDataset(write(tmp_path, x), length=2).ids_checksum for x in texts}
-    assert len(found) == 3
+    assert len(found) == 4
 
 
 def test_windows_are_drawn_by_the_seed_and_the_step(tmp_path):

@@ -216,8 +216,8 @@ def damage(name: str, change):
 
 WRONG = {
     "no index": (lambda x: (x / "index.json").unlink(), "is not a folder of unrolled tokenize: it has no index.json"),
-    "another index": (lambda x: (x / "index.json").write_text("{}"), "has the format"),
-    "no JSON": (lambda x: (x / "index.json").write_text("{"), "has the format"),
+    "another index": (lambda x: (x / "index.json").write_text('{"format": "x"}'), "has the format"),
+    "no JSON": (lambda x: (x / "index.json").write_text("{"), "is damaged: it has no format"),
     "other totals": (damage("index.json", lambda x: x.replace(b'"documents": 300', b'"documents": 301')), "its totals are"),
     "fields missing": (damage("index.json", lambda x: x.replace(b'"end"', b'"and"')), "index.json is damaged: KeyError"),
     "not finished": (damage("index.json", lambda x: x.replace(b"true", b"false")), "is not finished: repeat the command"),
@@ -273,6 +273,7 @@ def test_impossible_options_are_refused(folder, pair, tmp_path):
             {"path": {f"{folder}/{'./' * i}": 1.0 for i in range(65)}},
             "has 65 corpora, but must have at most 64",
         ),
+        ({"path": {f"{folder}": 1.0, f"{folder}/.": 2.0}}, "path is .* but must name each corpus once"),
         ({"path": {str(folder): 1.0, str(alien): 1.0}}, "stories and .*alien have different tokenizers"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -363,7 +363,7 @@ def test_unknown_addresses_and_methods() -> None:
 
 def test_large_bodies() -> None:
     states = FakeStates()
-    http = client(body_bytes=1_000, state_bytes=2_000, states=states)
+    http = client(body_bytes=1_000, upload_bytes=2_000, states=states)
     answer = http.post(COMPLETIONS, json={"model": "book", "prompt": "a" * 1_000})
     assert error(answer, 413)["code"] == "body_too_large"
     assert answer.headers["connection"] == "close"

@@ -68,7 +68,9 @@ def test_refuses_another_model_by_tensor_name_and_shape(stopped):
         "is a checkpoint of another model: its embedding.weight is float32 [7, 16], "
         "but this model's is float32 [7, 8]"
     )
-    refused(stopped, message, model=StandIn(width=8))
+    narrow = StandIn(width=8)
+    narrow.config = StandIn().config
+    refused(stopped, message, model=narrow)
     more, less = StandIn(), StandIn()
     more.extra = torch.nn.Parameter(torch.zeros(1))
     refused(stopped, "is a checkpoint of another model: it has no tensor extra", model=more)
@@ -78,6 +80,7 @@ def test_refuses_another_model_by_tensor_name_and_shape(stopped):
 
 
 def test_refuses_another_config_by_field(stopped):
+    refused(stopped, "cannot be resumed: model.width was 16 and is now 8", model=StandIn(width=8))
     refused(stopped, "cannot be resumed: train.lr was 0.01 and is now 0.02", lr=0.02)
     refused(stopped, "cannot be resumed: train.betas was [0.9, 0.99] and is now [0.9, 0.9]", betas=(0.9, 0.9))
     refused(stopped, "train.schedule was 'constant' and is now 'plateau'", schedule="plateau")

@@ -149,7 +149,7 @@ def _table(scores: "Sequence[Score]") -> str:
                 f"{score.accuracy:.2%}",
                 error(score.accuracy_error, ".2%"),
             ]
-            for score in [*scores[1:], scores[0]]
+            for score in ([*scores[1:], scores[0]] if len(scores) > 2 else scores[:1])
         ],
     )
 

@@ -29,7 +29,7 @@ from unrolled.folders import RUN_FILE
 from unrolled.models import KINDS
 from unrolled.models.config import ModelConfig
 from unrolled.models.saving import CONFIG_FILE, PLAN_FILE, WEIGHTS_FILE, SavedModel
-from unrolled.training import TrainConfig
+from unrolled.training import TrainConfig, checkpoint
 from unrolled.training.memory import machine_bytes
 
 if TYPE_CHECKING:
@@ -146,7 +146,8 @@ def read(path: Path | None, overrides: Sequence[str], data_dir: Path | None = No
         ValueError: the file is not a YAML mapping, or an override has no `=` or sets a part of a value that
             is not a section.
     """
-    values: dict[str, Any] = {} if path is None else _parse(read_text(path), str(path)) or {}
+    parsed = None if path is None else _parse(read_text(path), str(path))
+    values: dict[str, Any] = {} if parsed is None else parsed
     if not isinstance(values, dict):
         raise ValueError(f"{path} is {values!r}, but must be a mapping of the sections {', '.join(SECTIONS)}")
     for override in overrides:
@@ -182,10 +183,10 @@ def read_saved(run_dir: Path, data_dir: Path | None = None) -> dict[str, Any]:
 
 
 def reopen(run_dir: Path, settings: Mapping[str, Any]) -> Run:
-    """Resolve the saved settings of a run, and check that its data have the token ids of its vocabulary.
+    """Resolve the saved settings of a run, and check that its data are still those that it was trained on.
 
     Raises:
-        ValueError: the data have other token ids, or as `resolve`.
+        ValueError: the data have changed, or have other token ids, or as `resolve`.
     """
     run = resolve(settings)
     if run.dataset.task == "tokens" and (run_dir / data.VOCABULARY_FILE).exists():
@@ -195,6 +196,9 @@ def reopen(run_dir: Path, settings: Mapping[str, Any]) -> Run:
                 f"the data of {run_dir} have other ids than its {data.VOCABULARY_FILE}: "
                 "they are of another text or tokenizer"
             )
+    trained, now = checkpoint.ids_checksum(run_dir), getattr(run.dataset, "ids_checksum", None)
+    if None not in (trained, now) and trained != now:
+        raise ValueError(f"the data of {run_dir} have changed since it was trained")
     return run
 
 
@@ -228,7 +232,7 @@ def check(values: Mapping[str, Any], device: "torch.device | None" = None) -> Se
         ValueError: a key is unknown or missing, or a value of `train` is out of range.
     """
     _check_keys("", values, SECTIONS)
-    sections = {key: values.get(key) or {} for key in ("data", "model", "train")}
+    sections = {key: {} if values.get(key) is None else values[key] for key in ("data", "model", "train")}
     for key, section in sections.items():
         if not isinstance(section, dict):
             raise ValueError(f"{key} is {section!r}, but must be a section of keys and values")

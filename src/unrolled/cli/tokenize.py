@@ -1,5 +1,6 @@
 """`unrolled tokenize`."""
 
+import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -48,7 +49,9 @@ def tokenize(
     jobs: Annotated[
         int, typer.Option(help="Threads that encode; the output is the same for any number.")
     ] = 1,
-    shard_tokens: Annotated[int, typer.Option(help="Tokens per shard.")] = 2**28,
+    shard_tokens: Annotated[
+        int, typer.Option(help="Tokens after which a shard ends, with its block of text.")
+    ] = 2**28,
     force: Force = False,
 ) -> None:
     """Turn files of any size into tokens to train on. Repeat the command to finish after an interruption.
@@ -75,14 +78,15 @@ def tokenize(
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     from unrolled.data import Documents, Tokenizing, is_corpus
-    from unrolled.folders import check_folder
+    from unrolled.folders import check_folder, contents
 
     learned = tokenizer in LEARNED
     _check(tokenizer, vocab_size=vocab_size, sample=sample, end=end)
     _check_numbers(jobs=jobs, shard_tokens=shard_tokens, val_fraction=val_fraction)
     _check_files(files, [] if learned else [Path(tokenizer)])
     if separator is not None:
-        separator = separator.replace("\\n", "\n").replace("\\t", "\t")
+        separator = separator.replace("\\r", "\r").replace("\\n", "\n").replace("\\t", "\t")
+        separator = separator.replace("\r\n", "\n")  # as files are read
         if not separator:
             raise ValueError("--separator is empty, but must be a text that stands between documents")
     documents = Documents(files, separator, "text" if field is None else field)
@@ -91,6 +95,7 @@ def tokenize(
     if documents.formats == {"text"}:
         refuse({"--field": field}, ".jsonl and .parquet, but all files are text")
     check_folder(out, "a corpus of unrolled tokenize", lambda: is_corpus(out), force=force)
+    made = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     tokenizing = Tokenizing(
         documents=documents,
@@ -117,13 +122,17 @@ def tokenize(
             written += tokens
             bar.update(task, tokens=written)
 
-        index = tokenizing.write(
-            out,
-            jobs=jobs,
-            start_over=force,
-            on_bytes=lambda done: bar.update(task, completed=done),
-            on_tokens=count,
-        )
+        try:
+            index = tokenizing.write(
+                out,
+                jobs=jobs,
+                start_over=force,
+                on_bytes=lambda done: bar.update(task, completed=done),
+                on_tokens=count,
+            )
+        finally:
+            if made and not contents(out):
+                shutil.rmtree(out)
     _report(index, out, written, time.perf_counter() - began)
 
 

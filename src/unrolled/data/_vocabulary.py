@@ -131,13 +131,13 @@ class Vocabulary(Checked):
 
     def same_ids(self, other: "Vocabulary") -> bool:
         """Return whether ids have the same meaning in another vocabulary."""
+        return self.meaning == other.meaning
 
-        def meaning(vocabulary: Vocabulary) -> tuple[object, ...]:
-            tokenizer = vocabulary.tokenizer
-            names = None if tokenizer is None else json.loads(tokenizer)["model"]["vocab"]
-            return (vocabulary.kind, vocabulary.characters, names, vocabulary.end)
-
-        return meaning(self) == meaning(other)
+    @property
+    def meaning(self) -> tuple[object, ...]:
+        """What ids of text stand for, in a form that can be compared."""
+        names = None if self.tokenizer is None else json.loads(self.tokenizer)["model"]["vocab"]
+        return (self.kind, self.characters, names, self.end)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text: of its characters, bytes or tokens, or the numbers written in it.

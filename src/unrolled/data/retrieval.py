@@ -32,8 +32,9 @@ class RetrievalDataset(EpochDataset):
 
     Each review of a split gives one first half. A random half of the first halves come with the second half
     of the same review, the others with the second half of another review of their split. Of each text, only
-    the `text_length` bytes next to the middle of its review are read. An example is padded at its end to the
-    longest of its batch.
+    the `text_length` bytes next to the middle of its review are read. Lengths do not give the label away: the
+    other review is about as long, and both texts are cut to the length of the shorter one. An example is
+    padded at its end to the longest of its batch.
 
     Attributes:
         text_length: maximum number of bytes of each text.
@@ -54,7 +55,10 @@ class RetrievalDataset(EpochDataset):
         super().__post_init__()
         reviews = load_published(imdb.PATHS, imdb.URL, imdb.read_reviews, self.data_dir)
         self._texts = {split: [text for _, text in found] for split, found in reviews.items()}
-        self._partners = {split: partners(len(texts), split) for split, texts in self._texts.items()}
+        self._partners = {
+            split: partners(np.array([len(text) for text in texts]), split)
+            for split, texts in self._texts.items()
+        }
 
     @property
     def length(self) -> int:
@@ -69,19 +73,24 @@ class RetrievalDataset(EpochDataset):
         joined = []
         for i in rows.tolist():
             first, second = texts[own[i]], texts[partner[i]]
-            head, tail = first[: len(first) // 2], second[len(second) // 2 :]
-            joined.append([*head[-self.text_length :], SEPARATOR, *tail[: self.text_length]])
+            n = min(len(first) // 2, len(second) // 2, self.text_length)
+            middle, other = len(first) // 2, len(second) // 2
+            joined.append([*first[middle - n : middle], SEPARATOR, *second[other : other + n]])
         inputs, padding = padded(joined)
         same = torch.from_numpy(own == partner)[rows]
         return Batch(inputs, same.long(), padding)
 
 
-def partners(count: int, split: Split) -> tuple[np.ndarray, np.ndarray]:
-    """Return the reviews that give the first and the second half of each example, in a fixed random order."""
+def partners(lengths: np.ndarray, split: Split) -> tuple[np.ndarray, np.ndarray]:
+    """Return the reviews that give the first and the second half of each example, in a fixed random order.
+
+    A second half of another review comes from the next longer one, so that each is used once.
+    """
     rng = np.random.default_rng((0, split == "val"))
-    own = rng.permutation(count)
+    own = rng.permutation(len(lengths))
     partner = own.copy()
-    others = count // 2
-    partner[:others] = np.roll(own[:others], 1)  # each second half is used once
-    order = rng.permutation(count)
+    others = own[: len(lengths) // 2]
+    others[:] = others[np.argsort(lengths[others], kind="stable")]
+    partner[: len(others)] = np.roll(others, -1)
+    order = rng.permutation(len(lengths))
     return own[order], partner[order]

@@ -106,6 +106,8 @@ class TextDataset(BaseDataset):
         self.characters: tuple[str, ...] | None = None
         if self.val_path is not None and self.val_fraction != TextDataset.val_fraction:
             raise ValueError(f"val_fraction is {self.val_fraction}, but must be left out with val_path")
+        if self.val_path is not None and _place(self.val_path) == _place(self.path):
+            raise ValueError(f"val_path is {self.val_path}, but must be another file than path")
         self.text_tokenizer: TextTokenizer | None = None
         self._ids: dict[Split, np.ndarray] = self._read()
         split, shortest = min(self._ids.items(), key=lambda part: len(part[1]))
@@ -134,9 +136,10 @@ class TextDataset(BaseDataset):
 
     @property
     def ids_checksum(self) -> str:
-        """CRC-32 of the ids."""
+        """CRC-32 of the ids and of what they stand for."""
+        meaning = zlib.crc32(repr(self.vocabulary.meaning).encode())
         train, val = (self._ids[split].data for split in get_args(Split))
-        return f"{zlib.crc32(val, zlib.crc32(train)):08x}"
+        return f"{zlib.crc32(val, zlib.crc32(train, meaning)):08x}"
 
     def encode(self, text: str) -> Tensor:
         """Return the ids of a text, int64 [T]; see `Codec.encode`."""
@@ -272,3 +275,7 @@ def _text(content: bytes, path: str | Path) -> str:
             "read it with data.level=bytes"
         ) from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _place(path: str | Path) -> Path:
+    return Path(path).expanduser().resolve()

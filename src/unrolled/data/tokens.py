@@ -66,6 +66,8 @@ class TokensDataset(BaseDataset):
             raise ValueError("order is 'consecutive', but must be 'random' for several corpora")
         self._weights = list(weights.values())
         corpora = [Corpus(Path(name).expanduser()) for name in weights]
+        if len({corpus.folder.resolve() for corpus in corpora}) < len(corpora):
+            raise ValueError(f"path is {list(weights)}, but must name each corpus once")
         self._corpora, self._corpus = corpora, corpora[0]
         for corpus in corpora[1:]:
             _check_same_tokenizer(self._corpus, corpus)

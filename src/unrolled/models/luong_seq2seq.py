@@ -20,9 +20,8 @@ from unrolled.fields import Size
 from unrolled.models.cells import run_lstm
 from unrolled.models.seq2seq import AttentiveSeq2SeqConfig, Seq2Seq, make_attention
 from unrolled.ops.packing import reorder, valid_first
-from unrolled.ops.precision import accumulation_dtype, without_autocast
+from unrolled.ops.precision import accumulation_dtype, apply, without_autocast
 from unrolled.recurrent import lstm_step
-from unrolled.recurrent._layer import apply
 
 
 @dataclass

@@ -21,9 +21,8 @@ from torch.nn import functional as F  # noqa: N812
 from unrolled.fields import Size
 from unrolled.models.seq2seq import AttentiveSeq2SeqConfig, Seq2Seq, make_attention
 from unrolled.ops.observing import changed
-from unrolled.ops.precision import without_autocast
+from unrolled.ops.precision import apply, without_autocast
 from unrolled.recurrent import Bidirectional
-from unrolled.recurrent._layer import apply
 from unrolled.recurrent.gru import GRUState
 from unrolled.recurrent.gru_reset_before import GRUResetBefore
 

@@ -4,7 +4,9 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from unrolled.ops.observing import changed
 
 
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -37,3 +39,17 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def exact_dtype(device: torch.device) -> torch.dtype:
     """Dtype of summed gates and angles, which need precision: fp64 where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def apply(layer: nn.Module, x: Tensor) -> Tensor:
+    """Call a layer in the dtype of `x`, the state's; a layer with a hook, or a replaced one, in its own."""
+    dtype = next(layer.parameters(), x).dtype
+    if dtype != x.dtype and not changed([layer]):
+        if type(layer) is nn.Linear:
+            bias = None if layer.bias is None else layer.bias.to(x.dtype)
+            return nn.functional.linear(x, layer.weight.to(x.dtype), bias)
+        if type(layer) is nn.LayerNorm:
+            weight, bias = layer.weight.to(x.dtype), layer.bias.to(x.dtype)
+            return nn.functional.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
+    y: Tensor = layer(x.to(dtype))
+    return y.to(x.dtype)

@@ -203,20 +203,6 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
         check_input(name, x, [*("B", "T")[: n_axes - 1], self.input_size], self._weight)
 
 
-def apply(layer: nn.Module, x: Tensor) -> Tensor:
-    """Call a layer in the dtype of `x`, the state's; a layer with a hook, or a replaced one, in its own."""
-    dtype = next(layer.parameters(), x).dtype
-    if dtype != x.dtype and not changed([layer]):
-        if type(layer) is nn.Linear:
-            bias = None if layer.bias is None else layer.bias.to(x.dtype)
-            return nn.functional.linear(x, layer.weight.to(x.dtype), bias)
-        if type(layer) is nn.LayerNorm:
-            weight, bias = layer.weight.to(x.dtype), layer.bias.to(x.dtype)
-            return nn.functional.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
-    y: Tensor = layer(x.to(dtype))
-    return y.to(x.dtype)
-
-
 def check_layer(name: str, layer: object) -> None:
     """Require a recurrent layer."""
     if not isinstance(layer, RecurrentLayer):

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from unrolled.ops.feature_maps import Elu
 from unrolled.ops.linear import LinearOptions, LinearState, linear_attention, linear_attention_step
-from unrolled.recurrent._layer import RecurrentLayer, apply
+from unrolled.ops.precision import apply
+from unrolled.recurrent._layer import RecurrentLayer
 
 
 class LinearAttentionState(NamedTuple):

@@ -37,7 +37,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from unrolled.ops.cosine import cosine_weights
 from unrolled.ops.options import at_least
-from unrolled.recurrent._layer import RecurrentLayer, apply
+from unrolled.ops.precision import apply
+from unrolled.recurrent._layer import RecurrentLayer
 from unrolled.recurrent._lstm import lstm_step
 
 Controller = Literal["feedforward", "lstm"]

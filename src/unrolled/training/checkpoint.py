@@ -202,8 +202,8 @@ def load(run_dir: Path, state: TrainState, identity: Mapping[str, object], free:
         shapes = _sharded.shapes_of(run_dir, document, processes)
     try:
         with processes.agreed():
-            _check_tensors(path, shapes, tensors_of(state.model))
             _check_identity(path, document["identity"], identity, free)
+            _check_tensors(path, shapes, tensors_of(state.model))
     except (ValueError, ElsewhereError):
         if document["progress"]["step"] == 0:
             return False
@@ -215,6 +215,20 @@ def load(run_dir: Path, state: TrainState, identity: Mapping[str, object], free:
         tensors = whole if processes.alone else _dealt_out(whole, shapes, state)
     _restore(state, tensors, document)
     return True
+
+
+def ids_checksum(run_dir: Path) -> object:
+    """Return the `ids_checksum` of the data in the last checkpoint; None without a checkpoint or checksum."""
+    if (path := _last(run_dir)) is None:
+        return None
+    if path.name == _sharded.DOCUMENT:
+        document = _sharded.read_document(run_dir)
+    else:
+        try:
+            document = json.loads(_document(path))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+    return flatten(document["identity"]).get("data.ids_checksum")
 
 
 def _last(run_dir: Path) -> Path | None:
@@ -269,11 +283,16 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of a checkpoint, none if it is sharded, and its document."""
     if path.name == _sharded.DOCUMENT:
         return {}, _sharded.read_document(path.parent)
+    text = _document(path)
+    tensors = {name: x.clone() for name, x in load_tensors(path).items()}  # this also checks the text
+    return tensors, json.loads(text)
+
+
+def _document(path: Path) -> str:
     metadata = read_header(path).metadata
     if JSON_KEY not in metadata or DIGEST_KEY not in metadata:
         raise ValueError(f"{path} is a safetensors file, but not a training checkpoint")
-    tensors = {name: x.clone() for name, x in load_tensors(path).items()}
-    return tensors, json.loads(metadata[JSON_KEY])
+    return metadata[JSON_KEY]
 
 
 def _parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:

@@ -1,8 +1,8 @@
 """The documents of text, JSONL and Parquet files, read without holding a whole file in memory.
 
-The name of a file determines its format: `.jsonl` and `.ndjson` have a JSON object in each line, `.parquet`
-has columns, and any other file is text in UTF-8, whose byte-order mark is dropped and whose line ends become
-newlines. Text and JSONL are decompressed if the name ends in `.gz` or `.zst`.
+The name of a file determines its format: `.jsonl`, `.ndjson` and `.json` have a JSON object in each line,
+`.parquet` has columns, and any other file is text in UTF-8, whose byte-order mark is dropped and whose line
+ends become newlines. Text and JSONL are decompressed if the name ends in `.gz` or `.zst`.
 
 Long documents are cut into pieces; see `unrolled.data._tokenizer.pieces`. Text is read piece by piece; a
 document of JSONL or Parquet is held in memory as a whole.
@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 from unrolled.data._tokenizer import LONGEST_PIECE, end_of_piece, pieces
 from unrolled.extras import how_to_install
 
-LINES = (".jsonl", ".ndjson")
+LINES = (".jsonl", ".ndjson", ".json")
 LONGEST_LINE = 2**30  # bytes; a file with a longer line is taken for one without line ends
 ROWS = 256  # of Parquet, read at once
 

@@ -107,6 +107,8 @@ class Index:
         if not path.is_file():
             raise ValueError(f"{folder} is not a folder of unrolled tokenize: it has no {FILE_NAME}")
         values = read_object(path)
+        if not values:
+            raise ValueError(f"{path} is damaged: it has no format")
         if (found := (values.get("format"), values.get("version"))) != (FORMAT, VERSION):
             raise ValueError(f"{path} has the format {found}, but must have {(FORMAT, VERSION)}")
         try:

@@ -13,8 +13,8 @@ class Splitting:
     """How a corpus is split.
 
     A document is held out if the hash of its first piece, as a number from 0 to 1, is below the fraction, so
-    that equal documents are in the same split. If this leaves a split empty, as with few documents, the last
-    document is held out instead; of a single document, its end.
+    that equal documents are in the same split. If this leaves a split empty, as with few documents, only the
+    last document is held out instead, even if an earlier one equals it; of a single document, its end.
 
     Attributes:
         fraction: fraction of the documents to hold out.
