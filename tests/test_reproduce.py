@@ -368,9 +368,9 @@ def test_every_experiment_makes_two_steps(name: str, tmp_path: Path, monkeypatch
     if files["name"] == "listops":
         files["val_size"] = 20  # drawn in Python, token by token
     if files["name"] == "text":
-        text = tmp_path / "text.txt"
-        text.write_text("the quick brown fox jumps over the lazy dog and back again " * 800)
-        files |= {key: str(text) for key in ("path", "val_path") if key in files}
+        for key in {"path", "val_path"} & files.keys():
+            files[key] = str(text := tmp_path / f"{key}.txt")
+            text.write_text("the quick brown fox jumps over the lazy dog and back again " * 800)
     path = tmp_path / path.name
     path.write_text(yaml.safe_dump(values))
     works("reproduce", path, *words)

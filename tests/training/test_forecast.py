@@ -83,7 +83,7 @@ def test_a_folder_is_gone_on_from_as_train_would_and_stays_as_it_is(tmp_path):
     ("options", "message"),
     [
         ({"lr": 2e-2}, r"cannot be resumed: train\.lr was 0\.01 and is now 0\.02"),
-        ({"model": StandIn(width=8)}, "is a checkpoint of another model"),
+        ({"model": StandIn(width=8)}, "cannot be resumed: model.width was 16 and is now 8"),
         ({"schedule": "constant", "steps": 2}, "steps is 2, but .* is already at step 4"),
     ],
 )

@@ -125,12 +125,12 @@ SAID = {
     "another checkpoint": (
         0,
         ValueError,
-        "last.safetensors is a checkpoint of another model: its embedding.w",
+        "last.safetensors cannot be resumed: model.width was",
     ),
     "another sharded checkpoint": (
         0,
         ValueError,
-        "last.json is a checkpoint of another model: its embedding",
+        "last.json cannot be resumed: model.width was",
     ),
     "a damaged file": (0, ValueError, "last.safetensors was changed after it was saved: its SHA-256 differs"),
     "a damaged part": (
