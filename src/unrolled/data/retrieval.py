@@ -90,7 +90,7 @@ def partners(lengths: np.ndarray, split: Split) -> tuple[np.ndarray, np.ndarray]
     own = rng.permutation(len(lengths))
     partner = own.copy()
     others = own[: len(lengths) // 2]
-    others[:] = others[np.argsort(lengths[others], kind="stable")]
+    others[:] = others[np.argsort(lengths[others], kind="stable")]  # in `own` too
     partner[: len(others)] = np.roll(others, -1)
     order = rng.permutation(len(lengths))
     return own[order], partner[order]

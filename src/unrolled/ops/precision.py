@@ -42,7 +42,7 @@ def exact_dtype(device: torch.device) -> torch.dtype:
 
 
 def apply(layer: nn.Module, x: Tensor) -> Tensor:
-    """Call a layer in the dtype of `x`, the state's; a layer with a hook, or a replaced one, in its own."""
+    """Call a layer in the dtype of `x`; a layer with a hook, or another kind of layer, in its own."""
     dtype = next(layer.parameters(), x).dtype
     if dtype != x.dtype and not changed([layer]):
         if type(layer) is nn.Linear:

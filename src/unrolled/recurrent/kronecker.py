@@ -96,7 +96,7 @@ def _advance(factors: list[Tensor], inputs: Tensor, state: KroneckerState) -> tu
     Uh = matvec(factors, h.unsqueeze(0))[0]
     z = inputs + torch.cat([Uh.real, Uh.imag], -1)
     real, imag = z.chunk(2, -1)
-    modulus = torch.hypot(real, torch.hypot(imag, imag.new_tensor(1e-6)))  # it has no gradient at 0
+    modulus = torch.hypot(real, torch.hypot(imag, imag.new_tensor(1e-6)))  # at 0, hypot has no gradient
     h = z * (torch.tanh(modulus) / modulus).repeat(1, 2)
     return h, KroneckerState(h)
 
