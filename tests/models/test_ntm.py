@@ -35,7 +35,17 @@ def test_targets_at_padding_do_not_count():
     ignored = targets.masked_fill(padding.unsqueeze(-1), IGNORED)
     found = model.loss(x, targets, key_padding_mask=padding)
     assert torch.equal(found, model.loss(x, ignored, key_padding_mask=padding))
+    unset = targets.masked_fill(padding.unsqueeze(-1), torch.nan)
+    assert torch.equal(found, model.loss(x, unset, key_padding_mask=padding))
     assert not torch.equal(found, model.loss(x, targets))
+
+
+@pytest.mark.parametrize("value", [7.0, -1.0, torch.nan])
+def test_targets_that_are_no_bits_are_refused(value):
+    model, targets = small(output_size=2), torch.ones(2, 4, 2)
+    targets[1, 2, 0] = value
+    with pytest.raises(ValueError, match="targets holds other values than probabilities and -100"):
+        model.loss(torch.randn(2, 4, 10), targets)
 
 
 def test_wrong_bits_are_counted_for_each_row():

@@ -73,7 +73,7 @@ class Segmenter(RecomputingModel):
 
         Args:
             inputs: as `x` of `forward`.
-            targets: `[B,T,output_size]`, floating point, 0 or 1; -100 and those at padding are ignored.
+            targets: `[B,T,output_size]`, floating point, from 0 to 1; -100 and those at padding are ignored.
             key_padding_mask: see `forward`.
         """
         return bit_loss(self(inputs, key_padding_mask=key_padding_mask), targets, key_padding_mask)
