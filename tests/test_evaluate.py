@@ -134,6 +134,11 @@ def test_positions_beyond_the_length_of_training_and_the_figures_as_json(runs: P
     assert "is not from this command" in error(*arguments)
 
 
+def test_a_single_range_is_shown_once(runs: Path) -> None:
+    printed = works("evaluate", runs / "text", "--positions", "--length", 8).stdout
+    assert printed.count("0 to 8") == 1
+
+
 @pytest.mark.parametrize("length", [*range(1, 70), 128, 511, 512, 784, 1000, 4096])
 def test_ranges_double_and_cover_all_positions_once(length: int) -> None:
     ranges = doubling(length)

@@ -310,8 +310,8 @@ def test_the_checksum_is_that_of_both_splits(tmp_path):
         "abc" * 30,
         "acb" + "abc" * 29,
         "abc" * 29 + "acb",
-        "abd" * 30,
-    )  # the last has the ids of the first
+        "abd" * 30,  # with the ids of the first
+    )
     found = {TextDataset(write(tmp_path, x), length=2).ids_checksum for x in texts}
     assert len(found) == 4
 

@@ -251,12 +251,15 @@ def test_nothing_to_do() -> None:
         ({"prompt_ids": [1, 2]}, r"prompt_ids\[0\] is 1, but must be a sequence of token ids"),
         (
             {"prompt_ids": [[None]]},
-            r"prompt_ids\[0\] is \[None\], but must be whole numbers of at most 64 bits",
+            r"prompt_ids\[0\] is \[None\], but must be a sequence of whole numbers of at most 64 bits",
         ),
-        ({"prompt_ids": [[1, [2]]]}, r"prompt_ids\[0\] is \[1, \[2\]\], but must be whole numbers"),
+        (
+            {"prompt_ids": [[1, [2]]]},
+            r"prompt_ids\[0\] is \[1, \[2\]\], but must be a sequence of whole numbers",
+        ),
         (
             {"prompt_ids": [[2**70]]},
-            r"prompt_ids\[0\] is \[1180591620717411303424\], but must be whole numbers",
+            r"prompt_ids\[0\] is \[1180591620717411303424\], but must be a sequence of whole numbers",
         ),
         ({"prompt_ids": ["ab"]}, r"prompt_ids\[0\] is 'ab', but must be a sequence of token ids"),
         ({"prompt_ids": [[0.5]]}, r"is torch.float32 of shape \[1\], but must be whole"),
@@ -272,7 +275,10 @@ def test_nothing_to_do() -> None:
             {"prompt_ids": [[True]]},
             r"prompt_ids\[0\] is torch.bool of shape \[1\], but must be whole numbers",
         ),
-        ({"prompt_ids": [torch.tensor(5)]}, r"prompt_ids\[0\] is tensor\(5\), but must be whole numbers"),
+        (
+            {"prompt_ids": [torch.tensor(5)]},
+            r"prompt_ids\[0\] is tensor\(5\), but must be a sequence of whole numbers",
+        ),
         ({"prompt_ids": [[1j]]}, r"prompt_ids\[0\] is torch.complex64 of shape \[1\], but must be whole"),
         (
             {"prompt_ids": [[1]] * 100_001},

@@ -125,12 +125,12 @@ SAID = {
     "another checkpoint": (
         0,
         ValueError,
-        "last.safetensors cannot be resumed: model.width was",
+        "last.safetensors cannot be resumed: model.width was 16 and is now 8",
     ),
     "another sharded checkpoint": (
         0,
         ValueError,
-        "last.json cannot be resumed: model.width was",
+        "last.json cannot be resumed: model.width was 16 and is now 8",
     ),
     "a damaged file": (0, ValueError, "last.safetensors was changed after it was saved: its SHA-256 differs"),
     "a damaged part": (

@@ -196,8 +196,8 @@ def reopen(run_dir: Path, settings: Mapping[str, Any]) -> Run:
                 f"the data of {run_dir} have other ids than its {data.VOCABULARY_FILE}: "
                 "they are of another text or tokenizer"
             )
-    trained, now = checkpoint.ids_checksum(run_dir), getattr(run.dataset, "ids_checksum", None)
-    if None not in (trained, now) and trained != now:
+    trained = checkpoint.ids_checksum(run_dir)
+    if trained is not None and trained != run.dataset.ids_checksum:
         raise ValueError(f"the data of {run_dir} have changed since it was trained")
     return run
 

@@ -73,9 +73,9 @@ class RetrievalDataset(EpochDataset):
         joined = []
         for i in rows.tolist():
             first, second = texts[own[i]], texts[partner[i]]
-            n = min(len(first) // 2, len(second) // 2, self.text_length)
-            middle, other = len(first) // 2, len(second) // 2
-            joined.append([*first[middle - n : middle], SEPARATOR, *second[other : other + n]])
+            end, begin = len(first) // 2, len(second) // 2
+            n = min(end, begin, self.text_length)
+            joined.append([*first[end - n : end], SEPARATOR, *second[begin : begin + n]])
         inputs, padding = padded(joined)
         same = torch.from_numpy(own == partner)[rows]
         return Batch(inputs, same.long(), padding)

@@ -15,7 +15,7 @@ from unrolled.contract import IGNORED, Batch, Split
 from unrolled.data._base import BaseDataset, Task
 from unrolled.data._bpe import SMALLEST
 from unrolled.data._checks import check_batch_size, check_request, check_split
-from unrolled.data._codec import Codec
+from unrolled.data._codec import Codec, listed
 from unrolled.data._files import PublishedFile, read_file, read_published
 from unrolled.data._tokenizer import BLANKS, DEFAULT_SIZE, WORDS, TextTokenizer, pieces
 from unrolled.data._vocabulary import Vocabulary
@@ -150,7 +150,7 @@ class TextDataset(BaseDataset):
     def decode(self, ids: Tensor | Sequence[int]) -> str:
         """Return the text of ids [T]; see `Codec.decode`."""
         if self.text_tokenizer is not None:
-            return self.text_tokenizer.decode(torch.as_tensor(ids, dtype=torch.long).tolist())
+            return self.text_tokenizer.decode(listed(ids))
         return Codec(self.characters).decode(ids)
 
     def epoch_size(self, split: Split) -> int:

@@ -110,8 +110,6 @@ def _begin(model: Translates, sources: list[Tensor]) -> tuple[Tensor, Any]:
 
 
 def _source(index: int, source: Tensor | Sequence[int]) -> Tensor:
-    if isinstance(source, int):
-        raise ValueError(f"sources[{index}] is {source}, but must be a sequence of whole numbers")
     ids = on_cpu(f"sources[{index}]", source)
     if ids.dim() != 1 or not is_integral(ids):
         raise wrong(f"sources[{index}]", ids, "whole numbers [S]")

@@ -104,9 +104,7 @@ class Seq2Seq(SavedModel, Generic[State]):
         Raises:
             ValueError: an argument of the wrong shape or type, an unknown id, or an empty source sentence.
         """
-        check_ids("target", target, self.n_ids, self.target_embedding.weight)
-        hidden, _, _ = self._decode(target, self._begin(source, len(target), key_padding_mask))
-        return self.out(hidden)  # type: ignore[no-any-return]
+        return self.out(self._translated(source, target, key_padding_mask)[0])  # type: ignore[no-any-return]
 
     def loss(self, inputs: Tensor, targets: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Mean -log p(target) in nats per token, in at least fp32; 0 if every target is ignored.
@@ -148,15 +146,17 @@ class Seq2Seq(SavedModel, Generic[State]):
 
     def attend(self, source: Tensor, target: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Weight of each source token at each target token: `[B,T,S]`; arguments as for `forward`."""
-        check_ids("target", target, self.n_ids, self.target_embedding.weight)
-        return self._decode(target, self._begin(source, len(target), key_padding_mask))[1]
+        return self._translated(source, target, key_padding_mask)[1]
 
-    def _begin(self, source: Tensor, rows: int, key_padding_mask: Tensor | None) -> State:
-        """Read a source for a target of that many rows."""
+    def _translated(
+        self, source: Tensor, target: Tensor, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, State]:
+        """Read a source and its target from the beginning: as `decode`."""
+        check_ids("target", target, self.n_ids, self.target_embedding.weight)
         state = self.init_state(source, key_padding_mask=key_padding_mask)
-        if len(source) != rows:
-            raise ValueError(f"target has {rows} rows, but must have {len(source)}, as source has")
-        return state
+        if len(source) != len(target):
+            raise ValueError(f"target has {len(target)} rows, but must have {len(source)}, as source has")
+        return self._decode(target, state)
 
     def _decode(self, tokens: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
         """Run `decode`; without a token, return empty outputs and the same state."""

@@ -76,7 +76,7 @@ def on_cpu(name: str, ids: Tensor | Sequence[int]) -> Tensor:
             return torch.empty(0, dtype=torch.long, device="cpu")
         return torch.as_tensor(ids, device="cpu")
     except (RuntimeError, TypeError, ValueError) as error:
-        raise wrong(name, repr(ids), "whole numbers of at most 64 bits") from error
+        raise wrong(name, repr(ids), "a sequence of whole numbers of at most 64 bits") from error
 
 
 def is_integral(x: Tensor) -> bool:

@@ -221,14 +221,7 @@ def ids_checksum(run_dir: Path) -> object:
     """Return the `ids_checksum` of the data in the last checkpoint; None without a checkpoint or checksum."""
     if (path := _last(run_dir)) is None:
         return None
-    if path.name == _sharded.DOCUMENT:
-        document = _sharded.read_document(run_dir)
-    else:
-        try:
-            document = json.loads(_document(path))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
-    return flatten(document["identity"]).get("data.ids_checksum")
+    return flatten(_document(path)["identity"]).get("data.ids_checksum")
 
 
 def _last(run_dir: Path) -> Path | None:
@@ -281,18 +274,23 @@ def fingerprint(*tensors: Tensor) -> str:
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of a checkpoint, none if it is sharded, and its document."""
+    # The tensors first: their digest covers the document.
+    tensors = {} if path.name == _sharded.DOCUMENT else load_tensors(path)
+    return {name: x.clone() for name, x in tensors.items()}, _document(path)
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """Return the document of a checkpoint; its digest is not checked."""
     if path.name == _sharded.DOCUMENT:
-        return {}, _sharded.read_document(path.parent)
-    text = _document(path)
-    tensors = {name: x.clone() for name, x in load_tensors(path).items()}  # this also checks the text
-    return tensors, json.loads(text)
-
-
-def _document(path: Path) -> str:
+        return _sharded.read_document(path.parent)
     metadata = read_header(path).metadata
     if JSON_KEY not in metadata or DIGEST_KEY not in metadata:
         raise ValueError(f"{path} is a safetensors file, but not a training checkpoint")
-    return metadata[JSON_KEY]
+    try:
+        document: dict[str, Any] = json.loads(metadata[JSON_KEY])
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    return document
 
 
 def _parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
