@@ -39,11 +39,9 @@ class Corrections {
         const Int n = chunk.n, M = x_.values;
         // What the keys read from the state.
         if (layout == Layout::PLAIN)
-            multiply(n, M, x_.features, {keys_T_.data, 1, keys_T_.row}, state.kv, residuals, false,
-                     prefetcher);
+            multiply(n, M, x_.features, {keys_T_.data, 1, keys_T_.row}, state.kv, residuals, prefetcher);
         else {
-            multiply(M, n, x_.features, {state.kv.data, state.kv.row, 1}, keys_T_, read_T_, false,
-                     prefetcher);
+            multiply(M, n, x_.features, {state.kv.data, state.kv.row, 1}, keys_T_, read_T_, prefetcher);
             transpose(M, n, read_T_.data, read_T_.row, residuals);
         }
         Int first = 0;

@@ -2,8 +2,8 @@
 // of X. As in `gla_backward.cc`, only a few states are kept, and those between them are computed again.
 //
 // For each sequence and head:
-// 1. Compute the reads U of all chunks and keep them, and the state before each segment, transposed.
-// For each segment, from the last to the first:
+// 1. Compute the reads U of all chunks and keep them, and the state before each span, transposed.
+// For each span, from the last to the first:
 // 2. Compute the states before its chunks again.
 // For each of its chunks, from the last to the first, with dS after it:
 // 3. Read the inputs and dO, and compute K, B and the weights.
@@ -65,7 +65,7 @@ class Heads : BackwardStates {
 
     void run() {
         const Int chunks = ceil_div(s_.keys, GLA_CHUNK);
-        // 1. Reads, and states before the segments. The states lie where dS is later.
+        // 1. Reads, and states before the spans. The states lie where dS is later.
         for_heads([&] { read_state(x_.state); });
         for (Int c = 0; c < chunks; ++c) for_heads([&] { compute_reads(c); });
         for_heads([&] {
@@ -91,7 +91,7 @@ class Heads : BackwardStates {
     }
 
     void compute_reads(Int chunk) {
-        if (chunk % SEGMENT == 0) transpose_d_state(kept(chunk / SEGMENT));
+        if (chunk % SPAN == 0) transpose_d_state(kept(chunk / SPAN));
         read_keys(chunk);
         reads_.read(s_, token_of(chunk), group_, keys_);
         prefetch(chunk, chunk + 1, false,
@@ -331,7 +331,7 @@ Status EXPORTED(dplr_backward)(const Dplr* x, const DplrGradients* out) {
     advise_huge_pages(*x, out->d_b, x->tokens, x->heads, x->features);
     advise_huge_pages(*x, out->d_v, x->tokens, x->heads, x->values);
     const Gla gla = without_reads(*x);
-    const GlaPlan plan(gla, SEGMENT);
+    const GlaPlan plan(gla, SPAN);
     return parallel_for(x->sequences * plan.blocks, plan.threads, [&](Int i) {
         const FlushSubnormals flush(true);
         const Int first = i % plan.blocks * plan.heads, last = min(x->heads, first + plan.heads);

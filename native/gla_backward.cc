@@ -3,10 +3,10 @@
 // kept, and the states between them are computed again.
 //
 // For each sequence and key head:
-// 1. Compute the states and keep the one before each segment, transposed: S^T [values, features]. With rates,
+// 1. Compute the states and keep the one before each span, transposed: S^T [values, features]. With rates,
 //    solve for the corrections of the delta rule and keep their residuals u; from here on, V are the
 //    corrections.
-// For each segment, from the last to the first:
+// For each span, from the last to the first:
 // 2. Compute the states before its chunks again.
 // For each of its chunks, from the last to the first, with dS after it:
 // 3. Read the inputs and dO, and compute K, W and dW = dO V^T below and on its diagonal.
@@ -47,14 +47,14 @@ class Heads : BackwardStates {
 
     void run() {
         const Int chunks = ceil_div(s_.keys, GLA_CHUNK);
-        // 1. States before the segments.
+        // 1. States before the spans.
         if (x_.rates) correct(chunks);
         for_heads([&] { read_states(); });
-        for (Int c = 0; !x_.rates && c < (chunks - 1) / SEGMENT * SEGMENT; ++c)
+        for (Int c = 0; !x_.rates && c < (chunks - 1) / SPAN * SPAN; ++c)
             for_heads([&] {
-                const Int segment = c / SEGMENT;
-                advance(c, c % SEGMENT ? state(0) : kept(segment),
-                        c % SEGMENT == SEGMENT - 1 ? kept(segment + 1) : state(0));
+                const Int span = c / SPAN;
+                advance(c, c % SPAN ? state(0) : kept(span),
+                        c % SPAN == SPAN - 1 ? kept(span + 1) : state(0));
             });
         // 2. to 7. The chunks, from the last to the first.
         go_back(
@@ -70,7 +70,7 @@ class Heads : BackwardStates {
         for_heads([&] { read_state(x_.state); });
         for (Int c = 0; c < chunks; ++c)
             for_heads([&] {
-                if (c % SEGMENT == 0) transpose_d_state(kept(c / SEGMENT));
+                if (c % SPAN == 0) transpose_d_state(kept(c / SPAN));
                 read_keys(c);
                 prefetch(c, c + 1, false,
                          ceil_div(x_.values, TILE_VECS * WIDTH) * ceil_div(x_.features, TILE_ROWS));
@@ -92,7 +92,7 @@ class Heads : BackwardStates {
     void read_states() {
         read_state(out_.state);
         transpose_d_state(d_state_T_);
-        if (segments_ && !x_.rates)
+        if (spans_ && !x_.rates)
             transpose_state(x_.features, x_.values, x_.state + place_in_states(), x_.values, kept(0));
     }
 
@@ -306,7 +306,7 @@ Status EXPORTED(gla_backward)(const Gla* x, const GlaGradients* out) {
     advise_huge_pages(*x, out->d_q, x->queries, x->heads, x->features);
     advise_huge_pages(*x, out->d_k, x->keys, x->groups, x->features);
     advise_huge_pages(*x, out->d_v, x->keys, x->groups, x->values);
-    const GlaPlan plan(*x, SEGMENT);
+    const GlaPlan plan(*x, SPAN);
     return parallel_for(x->sequences * plan.blocks, plan.threads, [&](Int i) {
         const FlushSubnormals flush(true);
         const Int first = i % plan.blocks * plan.heads, last = min(x->groups, first + plan.heads);

@@ -1,13 +1,10 @@
 // The states of a backward pass, of key heads that go along together from chunk to chunk: shared by
-// `gla_backward.cc` and `dplr_backward.cc`. The states of a whole sequence would take more memory than its
-// inputs. So only the one before each segment is kept, and those between them are computed again.
+// `gla_backward.cc` and `dplr_backward.cc`.
 #pragma once
 
 #include "gla_chunk.h"
 
 namespace UNROLLED_ISA {
-
-constexpr Int SEGMENT = 8;  // chunks between two states that are kept
 
 // B [cols, rows] = A^T for matrices of whole vectors.
 inline void transpose_state(Int rows, Int cols, const float* a, Int a_row, Rows b) {
@@ -21,12 +18,12 @@ class BackwardStates {
         : s_(s),
           first_(first),
           last_(last),
-          segments_(ceil_div(s.keys, GLA_CHUNK * SEGMENT)),
+          spans_(ceil_div(s.keys, GLA_CHUNK * SPAN)),
           R_(round_up(x.features)),
           M_(round_up(x.values)),
           gla_(x),
-          kept_(memory.zeros((last - first) * segments_ * x.values * R_)),
-          states_(memory.zeros((last - first) * SEGMENT * x.values * R_)),
+          kept_(memory.zeros((last - first) * spans_ * x.values * R_)),
+          states_(memory.zeros((last - first) * SPAN * x.values * R_)),
           d_states_(memory.rows((last - first) * x.features, M_)),
           d_states_T_{memory.zeros((last - first) * x.values * R_), R_} {}
 
@@ -40,23 +37,21 @@ class BackwardStates {
     }
 
     // From the last chunk to the first, for each head: calls `backward(chunk, state before it)`, after
-    // `advance(chunk, state before it, state after it)` has computed the states of its segment again.
+    // `advance(chunk, state before it, state after it)` has computed the states of its span again.
     template <typename Advance, typename Backward>
     void go_back(Int chunks, Advance&& advance, Backward&& backward) {
-        for (Int segment = segments_ - 1; segment >= 0; --segment) {
-            const Int first = segment * SEGMENT, last = min(first + SEGMENT, chunks) - 1;
-            const auto before = [&](Int c) { return c == first ? kept(segment) : state(c - first); };
+        for (Int span = spans_ - 1; span >= 0; --span) {
+            const Int first = span * SPAN, last = min(first + SPAN, chunks) - 1;
+            const auto before = [&](Int c) { return c == first ? kept(span) : state(c - first); };
             for (Int c = first; c < last; ++c) for_heads([&] { advance(c, before(c), before(c + 1)); });
             for (Int c = last; c >= first; --c) for_heads([&] { backward(c, before(c)); });
         }
     }
 
     // The states of the current head, transposed.
-    Rows kept(Int segment) const {
-        return {kept_ + ((group_ - first_) * segments_ + segment) * gla_.values * R_, R_};
-    }
+    Rows kept(Int span) const { return {kept_ + ((group_ - first_) * spans_ + span) * gla_.values * R_, R_}; }
     Rows state(Int chunk) const {
-        return {states_ + ((group_ - first_) * SEGMENT + chunk) * gla_.values * R_, R_};
+        return {states_ + ((group_ - first_) * SPAN + chunk) * gla_.values * R_, R_};
     }
     Int place_in_states() const { return (s_.index * gla_.groups + group_) * gla_.features * gla_.values; }
 
@@ -84,7 +79,7 @@ class BackwardStates {
     }
 
     const Sequence s_;
-    const Int first_, last_, segments_, R_, M_;
+    const Int first_, last_, spans_, R_, M_;
     Int group_ = 0;                 // the current head
     Rows d_state_{}, d_state_T_{};  // dS of the current head, in both layouts
 

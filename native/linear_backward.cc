@@ -1,7 +1,7 @@
 // Linear attention, backward: one pass forwards for the queries, one backwards for the keys, values and
-// gates. Scores are recomputed. The gradients of gates and the delta rule need the state before every chunk,
-// which the first pass then keeps; otherwise nothing is kept. With G = dO / den and the letters of
-// `linear_chunk.h`:
+// gates. Scores are recomputed. The gradients of gates and the delta rule need the state before every chunk.
+// The first pass then keeps a few of them, and the second computes the others again; otherwise nothing is
+// kept. With G = dO / den and the letters of `linear_chunk.h`:
 //
 // 1. Compute the states before the segments, where there are any (`linear_plan.h`).
 // Forwards, for each chunk and each query head:
@@ -30,28 +30,39 @@ namespace {
 
 bool gate_gradients(const Linear& x, const LinearGradients& out) { return x.log_decay && out.d_log_decay; }
 
-// One state for every chunk of every sequence. A packed sequence need not begin at a multiple of the chunk,
-// so there is one state more for each sequence.
+bool keeps_states(const Linear& x, const LinearGradients& out) { return gate_gradients(x, out) || x.rates; }
+
+// One state for every span of every sequence. A packed sequence need not begin at a multiple of the span, so
+// there is one state more for each sequence.
 Int saved_floats(const Linear& x) {
-    const Int C = chunk_length(x);
-    const Int slots = x.offsets ? x.keys / C + x.sequences : x.sequences * ceil_div(x.keys, C);
+    const Int tokens = SPAN * chunk_length(x);
+    const Int slots = x.offsets ? x.keys / tokens + x.sequences : x.sequences * ceil_div(x.keys, tokens);
     return slots * x.groups * state_floats(x, Layout::TRANSPOSED);
 }
 
-float* saved_state(const Linear& x, const LinearGradients& out, const Sequence& s, HeadChunk i) {
-    const Int C = chunk_length(x);
-    const Int first = x.offsets ? s.first_key / C + s.index : s.batch * ceil_div(x.keys, C);
-    return out.states + ((first + i.token / C) * x.groups + i.group) * state_floats(x, Layout::TRANSPOSED);
+// The state before the span of a token.
+State saved_state(const Linear& x, const LinearGradients& out, const Sequence& s, Int token, Int group) {
+    const Int tokens = SPAN * chunk_length(x);
+    const Int first = x.offsets ? s.first_key / tokens + s.index : s.batch * ceil_div(x.keys, tokens);
+    return state_at(
+        x, Layout::TRANSPOSED,
+        out.states + ((first + token / tokens) * x.groups + group) * state_floats(x, Layout::TRANSPOSED));
 }
 
 void save_state(const Linear& x, const LinearGradients& out, const Sequence& s, HeadChunk i, State state) {
-    if (gate_gradients(x, out) || x.rates)
-        std::memcpy(saved_state(x, out, s, i), state.kv.data,
+    if (keeps_states(x, out) && i.token % (SPAN * chunk_length(x)) == 0)
+        std::memcpy(saved_state(x, out, s, i.token, i.group).kv.data, state.kv.data,
                     (size_t)state_floats(x, Layout::TRANSPOSED) * 4);
 }
 
 float* residual_row(const Linear& x, const LinearGradients& out, Int batch, Int token, Int group) {
     return out.residuals + ((batch * x.keys + token) * x.groups + group) * x.values;
+}
+
+void read_correction(const Linear& x, const LinearGradients& out, Int batch, Int token, Int group,
+                     float* to) {
+    read_row(FLOAT32, residual_row(x, out, batch, token, group), x.values, to);
+    scale_row(to, x.values, x.rates[(batch * x.keys + token) * x.groups + group]);
 }
 
 // G = dO / den, padded to whole vectors. Dividing first keeps products of extreme inputs in range: keys of
@@ -245,17 +256,18 @@ class QueryChunk {
         }
     }
 
-    // 8. dS += (exp(b) Q)^T G and dz += (exp(b) Q)^T dden. With gates it scales G in place.
-    void accumulate(State gradient, const float* from_start, Prefetcher& prefetcher) const {
-        if (from_start)
-            for (Int i = 0; i < n; ++i) scale_row(g.data + i * g.row, x_.values, from_start[i]);
-        multiply(x_.features, x_.values, n, {q.data, 1, q.row}, g, gradient.kv, true, prefetcher);
-        for (Int r = 0; r < x_.features && x_.normalize; r += WIDTH) {
+    // 8. dS' = factor dS + (exp(b) Q)^T G, and dz' alike with dden. With gates it scales G in place.
+    void accumulate(float factor, State gradient, const float* from_start, Prefetcher& prefetcher) const {
+        for (Int i = 0; from_start && i < n; ++i) scale_row(row(g, i), x_.values, from_start[i]);
+        multiply_onto(factor, gradient.kv, x_.features, x_.values, n, {q.data, 1, q.row}, g, gradient.kv,
+                      prefetcher);
+        if (!x_.normalize) return scale_row(gradient.k_sum, x_.features, factor);
+        for (Int r = 0; r < x_.features; r += WIDTH) {
             Vec total{};
             for (Int i = 0; i < n; ++i)
                 total +=
                     load(q.data + i * q.row + r) * broadcast(d_divisor[i] * (from_start ? from_start[i] : 1));
-            store(gradient.k_sum + r, load(gradient.k_sum + r) + total);
+            store(gradient.k_sum + r, broadcast(factor) * load(gradient.k_sum + r) + total);
         }
     }
 
@@ -269,6 +281,48 @@ class QueryChunk {
     FeatureRows rows_;
 };
 
+// The states before the chunks of a span, for every head of a task. They are computed again from the one that
+// is kept.
+class SpanStates {
+  public:
+    SpanStates(const Linear& x, const LinearGradients& out, const LinearTask& task, Workspace& memory)
+        : x_(x),
+          out_(out),
+          task_(task),
+          size_(state_floats(x, Layout::PLAIN)),
+          chunk_(x, false, true, memory),
+          at_(memory.zeros(keeps_states(x, out) ? (task.last_head - task.first_head) * SPAN * size_ : 0)) {}
+
+    // Computes the states of the span whose last chunk is `i`.
+    void compute(HeadChunk i) {
+        const Sequence& s = task_.sequence;
+        const Int first = i.token - i.token % (SPAN * chunk_.longest);
+        const State kept = saved_state(x_, out_, s, first, i.group), start = before(first, i.group);
+        transpose(x_.values, x_.features, kept.kv.data, kept.kv.row, start.kv);
+        std::memcpy(start.k_sum, kept.k_sum, (size_t)round_up(x_.features) * 4);
+        for (Int token = first; token < i.token; token += chunk_.longest) {
+            chunk_.read(s, s.first_key + token, chunk_.longest, i.group);
+            for (Int j = 0; x_.rates && j < chunk_.n; ++j)
+                read_correction(x_, out_, s.batch, chunk_.token + j, i.group, row(chunk_.values, j));
+            chunk_.update(before(token, i.group), before(token + chunk_.longest, i.group), prefetcher_);
+        }
+    }
+
+    State before(Int token, Int group) const {
+        const Int place = (group - task_.first_head) * SPAN + token / chunk_.longest % SPAN;
+        return state_at(x_, Layout::PLAIN, at_ + place * size_);
+    }
+
+  private:
+    const Linear& x_;
+    const LinearGradients& out_;
+    const LinearTask& task_;
+    const Int size_;
+    KeyChunk chunk_;
+    Prefetcher prefetcher_;  // requests nothing
+    float* at_;
+};
+
 // Phases 5 to 9 for one chunk of one key head: dK, dV and the gradients of the gates and rates.
 class KeyGradients {
   public:
@@ -278,7 +332,6 @@ class KeyGradients {
           out_(out),
           corrections_(x, memory),
           queries_(x, out, memory),
-          gradient_T_{memory.zeros(round_up(x.values) * round_up(x.features)), round_up(x.features)},
           values_T_(memory.rows(round_up(x.values), chunk.longest)),
           d_k_T_{memory.zeros(round_up(x.features) * chunk.longest), chunk.longest},
           q_T_(memory.rows(round_up(x.features), chunk.longest)),
@@ -291,29 +344,32 @@ class KeyGradients {
           pairs_(memory.floats(chunk.longest)),
           d_gates_((double*)memory.floats(2 * chunk.longest)) {
         if (!x.rates) return;
+        state_T_ = {memory.zeros(round_up(x.values) * round_up(x.features)), round_up(x.features)};
         d_read_ = memory.rows(chunk.longest, chunk.longest);
         d_read_keys_ = memory.rows(chunk.longest, round_up(x.features));
         d_rates_ = memory.floats(chunk.longest);
     }
 
-    // `gradient` is that of the state after the chunk, and is replaced by that of the state before it.
-    void compute(const Sequence& s, HeadChunk i, State gradient, Prefetcher& prefetcher) {
+    // `gradient` is that of the state after the chunk, and is replaced by that of the state before it. That
+    // state itself is needed for gates and rates only.
+    void compute(const Sequence& s, HeadChunk i, State before, State gradient, Prefetcher& prefetcher) {
         const Int n = i.n, group = i.group;
         chunk.read(s, s.first_key + i.token, n, group);
         if (x_.rates) read_corrections(s, group, prefetcher);
         if (x_.log_decay) std::memset(d_gates_, 0, (size_t)n * 8);
         compute_through_state(gradient, prefetcher);
-        if (gate_gradients(x_, out_)) add_gate_gradients(s, i, gradient);
-        if (x_.log_decay)
-            scale_row(gradient.kv.data, state_floats(x_, Layout::PLAIN), chunk.gates.chunk_decay);
+        if (gate_gradients(x_, out_)) add_gate_gradients(before, gradient);
+        float decay = chunk.gates.chunk_decay;
         if (x_.causal)
             for_heads(x_, group, [&](Int h) {
                 queries_.read(s, chunk.token, n, h);
                 accumulate_queries();
                 if (gate_gradients(x_, out_)) add_query_gate_gradients(s, h);
-                queries_.accumulate(gradient, chunk.gates.from_start, prefetcher);
+                queries_.accumulate(decay, gradient, chunk.gates.from_start, prefetcher);
+                decay = 1;
             });
-        if (x_.rates) pass_corrections(s, i, gradient, prefetcher);
+        else if (x_.log_decay) scale_row(gradient.kv.data, state_floats(x_, Layout::PLAIN), decay);
+        if (x_.rates) pass_corrections(before, gradient, prefetcher);
         write(s, group);
     }
 
@@ -326,11 +382,11 @@ class KeyGradients {
         const float* to_end = chunk.gates.to_end;
         transpose(chunk.n, x_.values, chunk.values.data, chunk.values.row, values_T_);
         multiply(x_.features, chunk.n, x_.values, {gradient.kv.data, gradient.kv.row, 1}, values_T_, d_k_T_,
-                 false, prefetcher);
+                 prefetcher);
         // All lanes, so that those behind the features are 0 again: they may hold NaN of another head.
         transpose(round_up(x_.features), chunk.n, d_k_T_.data, d_k_T_.row, d_k_);
         multiply(chunk.n, x_.values, x_.features, {chunk.keys.data, chunk.keys.row, 1}, gradient.kv, d_v_,
-                 false, prefetcher);
+                 prefetcher);
         for (Int j = 0; j < chunk.n; ++j) {
             float *d_k = d_k_.data + j * d_k_.row, *d_v = d_v_.data + j * d_v_.row;
             for (Int r = 0; r < x_.features; r += WIDTH)
@@ -342,15 +398,9 @@ class KeyGradients {
     }
 
     // 6. Gate t scales the state before the chunk and what the keys before t have added to it.
-    void add_gate_gradients(const Sequence& s, HeadChunk i, State gradient) {
-        double before = 0;
-        transpose(x_.features, x_.values, gradient.kv.data, gradient.kv.row, gradient_T_);
-        const float* saved = saved_state(x_, out_, s, i);
-        const State state = state_at(x_, Layout::TRANSPOSED, const_cast<float*>(saved));
-        for (Int m = 0; m < x_.values; ++m)
-            before +=
-                dot(state.kv.data + m * state.kv.row, gradient_T_.data + m * gradient_T_.row, x_.features);
-        before += dot(state.k_sum, gradient.k_sum, x_.features);
+    void add_gate_gradients(State state, State gradient) {
+        double before = dot(state.k_sum, gradient.k_sum, x_.features);
+        for (Int r = 0; r < x_.features; ++r) before += dot(row(state.kv, r), row(gradient.kv, r), x_.values);
         before *= chunk.gates.chunk_decay;
         for (Int j = 0; j < chunk.n; ++j) {
             d_gates_[j] += before;
@@ -425,7 +475,7 @@ class KeyGradients {
     }
 
     // 9. Key i reads exp(b_i) S^T k_i + sum_{j < i} D_ij (k_i . k_j) n_j.
-    void pass_corrections(const Sequence& s, HeadChunk i, State gradient, Prefetcher& prefetcher) {
+    void pass_corrections(State state, State gradient, Prefetcher& prefetcher) {
         const Int n = chunk.n, R = x_.features, M = x_.values;
         const Rows keys = chunk.keys, g = queries_.g;
         const float* from_start = chunk.gates.from_start;
@@ -451,16 +501,15 @@ class KeyGradients {
         }
         // From the state: dK += exp(b) G S^T, and dS += (exp(b) K)^T G.
         for (Int a = 0; from_start && a < n; ++a) scale_row(row(g, a), M, from_start[a]);
-        const float* saved = saved_state(x_, out_, s, i);
-        const State state = state_at(x_, Layout::TRANSPOSED, const_cast<float*>(saved));
-        multiply(n, R, M, {g.data, g.row, 1}, state.kv, d_read_keys_, false, prefetcher);
+        transpose(R, M, state.kv.data, state.kv.row, state_T_);
+        multiply(n, R, M, {g.data, g.row, 1}, state_T_, d_read_keys_, prefetcher);
         double read = 0;
         for (Int a = n - 1; a >= 0; --a) {
             float *d_key = row(d_k_, a), *d_read = row(d_read_keys_, a);
             if (from_start) d_gates_[a] += read += dot(row(keys, a), d_read, R);
             for (Int r = 0; r < R; r += WIDTH) store(d_key + r, load(d_key + r) + load(d_read + r));
         }
-        multiply(R, M, n, {keys.data, 1, keys.row}, g, gradient.kv, true, prefetcher);
+        multiply_onto(1, gradient.kv, R, M, n, {keys.data, 1, keys.row}, g, gradient.kv, prefetcher);
     }
 
     // Row j of the gradients of what later keys read from key j.
@@ -497,8 +546,8 @@ class KeyGradients {
     const LinearGradients& out_;
     Corrections corrections_;
     QueryChunk queries_;
-    Rows gradient_T_, values_T_, d_k_T_, q_T_, g_T_, scores_, d_scores_, d_k_, d_v_;
-    Rows d_read_{}, d_read_keys_{};  // phase 9: gradients of the reads, and of the keys through the state
+    Rows values_T_, d_k_T_, q_T_, g_T_, scores_, d_scores_, d_k_, d_v_;
+    Rows state_T_{}, d_read_{}, d_read_keys_{};  // phase 9: S^T, gradients of reads, and of keys through S
     float *decay_, *pairs_;
     double* d_gates_;
     float* d_rates_ = nullptr;
@@ -521,13 +570,13 @@ Status accumulate_query_segment(const Linear& x, const LinearGradients& out, con
     for_chunks(x, task, Order::BACKWARDS, task.from(s.queries), task.to(s.queries), prefetcher, prepare,
                [&](HeadChunk i) {
                    const State gradient = gradients.of(s.index, task.segment, i.group);
-                   if (x.causal && x.log_decay) {
-                       gates.read(s.batch, s.first_key + i.token, i.n, i.group);
-                       scale_row(gradient.kv.data, state_floats(x, Layout::PLAIN), gates.chunk_decay);
-                   }
+                   const bool gated = x.causal && x.log_decay;
+                   if (gated) gates.read(s.batch, s.first_key + i.token, i.n, i.group);
+                   float decay = gated ? gates.chunk_decay : 1;
                    for_heads(x, i.group, [&](Int h) {
                        queries.read(s, s.first_query + i.token, i.n, h);
-                       queries.accumulate(gradient, x.causal ? gates.from_start : nullptr, prefetcher);
+                       queries.accumulate(decay, gradient, gated ? gates.from_start : nullptr, prefetcher);
+                       decay = 1;
                    });
                });
     return SUCCESS;
@@ -573,6 +622,8 @@ Status key_task(const Linear& x, const LinearGradients& out, const LinearTask& t
                 const States& gradients) {
     Workspace memory;
     KeyGradients keys(x, out, memory);
+    const bool recomputes = keeps_states(x, out);
+    SpanStates states(x, out, task, memory);
     if (memory.failed()) return OUT_OF_MEMORY;
     const Sequence& s = task.sequence;
     Prefetcher prefetcher;
@@ -590,7 +641,11 @@ Status key_task(const Linear& x, const LinearGradients& out, const LinearTask& t
     };
     for_chunks(x, task, Order::BACKWARDS, task.from(s.keys), task.to(s.keys), prefetcher, prepare,
                [&](HeadChunk i) {
-                   keys.compute(s, i, gradients.of(s.index, task.segment + 1, i.group), prefetcher);
+                   const Int end = i.token + i.n;
+                   if (recomputes && (end == task.to(s.keys) || end % (SPAN * chunk_length(x)) == 0))
+                       states.compute(i);
+                   const State before = recomputes ? states.before(i.token, i.group) : State{};
+                   keys.compute(s, i, before, gradients.of(s.index, task.segment + 1, i.group), prefetcher);
                });
     // 10. Gradient of the initial state.
     if (task.first)
@@ -605,7 +660,7 @@ Status run(const Linear& x, const LinearGradients& out) {
     advise_huge_pages(x, out.d_v, x.keys, x.groups, x.values);
     Workspace memory;
     // 1. States before the segments.
-    const Plan plan(x, !x.rates && (x.causal || !x.log_decay));
+    const Plan plan(x, !x.rates && (x.causal || !x.log_decay), keeps_states(x, out) ? SPAN : 1);
     const States states(x, plan, Layout::TRANSPOSED, memory), gradients(x, plan, Layout::PLAIN, memory);
     if (memory.failed()) return OUT_OF_MEMORY;
     Status status =

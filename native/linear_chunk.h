@@ -23,7 +23,8 @@ inline Int chunk_length(const Linear& x) {
     return x.features * x.values <= 64 * 64 ? 16 : 32;
 }
 
-// S [features, values], or its transpose [values, features], and z [features], padded to whole vectors.
+// S [features, values], or its transpose [values, features], and z [features], padded to whole vectors. The
+// number of rows is rounded up to four, for `transpose`.
 struct State {
     Rows kv;
     float* k_sum;
@@ -31,10 +32,10 @@ struct State {
 
 enum class Layout { PLAIN, TRANSPOSED };
 
-// The number of rows of the plain layout is rounded up to four, for `transpose`.
 inline Int kv_floats(const Linear& x, Layout layout) {
-    const Int R = x.features, M = x.values;
-    return layout == Layout::PLAIN ? (R + 3) / 4 * 4 * round_up(M) : M * round_up(R);
+    const bool plain = layout == Layout::PLAIN;
+    const Int rows = plain ? x.features : x.values, cols = plain ? x.values : x.features;
+    return ceil_div(rows, 4) * 4 * round_up(cols);
 }
 
 inline Int state_floats(const Linear& x, Layout layout) {
@@ -174,25 +175,21 @@ struct KeyChunk {
         gates.read(s.batch, token, n, group);
     }
 
-    // S' = chunk_decay S + K^T (to_end V) and z' = chunk_decay z + K^T to_end. With gates, the values are
-    // scaled in place, so they must be copies.
-    void update(State state, Prefetcher& prefetcher) const {
-        if (gates.to_end) {
-            for (Int j = 0; j < n; ++j) scale_row(values.data + j * values.row, x_.values, gates.to_end[j]);
-            scale_row(state.kv.data, state_floats(x_, Layout::PLAIN), gates.chunk_decay);
-        }
-        multiply(x_.features, x_.values, n, {keys.data, 1, keys.row}, values, state.kv, true, prefetcher);
-        update_key_sum(state.k_sum, gates.to_end);
+    // S' = chunk_decay S + K^T (to_end V) and z' = chunk_decay z + K^T to_end; `after` may be `before`. With
+    // gates, the values are scaled in place, so they must be copies.
+    void update(State before, State after, Prefetcher& prefetcher) const {
+        for (Int j = 0; gates.to_end && j < n; ++j) scale_row(row(values, j), x_.values, gates.to_end[j]);
+        multiply_onto(gates.chunk_decay, before.kv, x_.features, x_.values, n, {keys.data, 1, keys.row},
+                      values, after.kv, prefetcher);
+        update_key_sum(before.k_sum, after.k_sum, gates.to_end);
     }
 
     // The same for the transposed state. With gates, the keys are scaled in place, so they must be copies.
     void update_transposed(State state, Prefetcher& prefetcher) const {
-        if (gates.to_end) {
-            for (Int j = 0; j < n; ++j) scale_row(keys.data + j * keys.row, x_.features, gates.to_end[j]);
-            scale_row(state.kv.data, state_floats(x_, Layout::TRANSPOSED), gates.chunk_decay);
-        }
-        multiply(x_.values, x_.features, n, {values.data, 1, values.row}, keys, state.kv, true, prefetcher);
-        update_key_sum(state.k_sum, nullptr);
+        for (Int j = 0; gates.to_end && j < n; ++j) scale_row(row(keys, j), x_.features, gates.to_end[j]);
+        multiply_onto(gates.chunk_decay, state.kv, x_.values, x_.features, n, {values.data, 1, values.row},
+                      keys, state.kv, prefetcher);
+        update_key_sum(state.k_sum, state.k_sum, nullptr);
     }
 
     // Turns the gradients of the features into those of the keys, and writes row i to `at(i)`.
@@ -206,14 +203,14 @@ struct KeyChunk {
     Gates gates;
 
   private:
-    void update_key_sum(float* k_sum, const float* factors) const {
+    void update_key_sum(const float* before, float* after, const float* factors) const {
         for (Int r = 0; r < x_.features; r += WIDTH) {
             Vec total{};
             for (Int j = 0; j < n; ++j) {
                 const Vec key = load(keys.data + j * keys.row + r);
                 total += factors ? key * broadcast(factors[j]) : key;
             }
-            store(k_sum + r, load(k_sum + r) + total);
+            store(after + r, broadcast(gates.chunk_decay) * load(before + r) + total);
         }
     }
 

@@ -154,7 +154,7 @@ Status causal_task(const Linear& x, const LinearOutputs& out, const LinearTask& 
                        queries.attend(s, chunk.token, i.n, head, state, &chunk, prefetcher);
                    });
                    // 6. State update.
-                   chunk.update(state, prefetcher);
+                   chunk.update(state, state, prefetcher);
                });
     return SUCCESS;
 }
@@ -183,7 +183,7 @@ Status run(const Linear& x, const LinearOutputs& out) {
     advise_huge_pages(x, out.o, x.queries, x.heads, x.values);
     Workspace memory;
     // 1. States before the segments.
-    const Plan plan(x, !x.rates);
+    const Plan plan(x, !x.rates, 1);
     const States states(x, plan, Layout::PLAIN, memory);
     if (memory.failed()) return OUT_OF_MEMORY;
     const Status computed =

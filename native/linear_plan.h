@@ -14,11 +14,11 @@ namespace UNROLLED_ISA {
 
 // 1. The heads of a token are adjacent in memory, so a task walks along a sequence with several heads at
 // once: as many as have their states in the second-level cache, 2^17 floats or 512 KiB. A segment has four
-// chunks or more.
+// chunks or more, and begins at a multiple of `unit` chunks.
 struct Plan {
-    Int heads_per_task, head_blocks, segments, threads;
+    Int heads_per_task, head_blocks, segments, threads, unit;
 
-    Plan(const Linear& x, bool may_segment) {
+    Plan(const Linear& x, bool may_segment, Int unit) : unit(unit) {
         const Int length = max(x.queries, x.keys), state = max(1, x.features * x.values);
         threads = threads_for((double)x.sequences * (double)length * (double)(x.heads * state), x.threads);
         heads_per_task = min(max(1, x.groups), max(1, (1 << 17) / state));
@@ -29,7 +29,7 @@ struct Plan {
         // A segment costs a state for every sequence, so a pack of many is not divided for a long one.
         const Int divided = x.sequences > 4 * threads ? x.sequences : whole;
         const Int enough = ceil_div(threads, max(1, divided * head_blocks));
-        segments = may_segment ? min(enough, max(1, length / chunk_length(x) / 4)) : 1;
+        segments = may_segment ? min(enough, max(1, length / chunk_length(x) / max(4, unit))) : 1;
     }
 
     Int tasks(const Linear& x) const { return x.sequences * head_blocks * segments; }
@@ -40,7 +40,7 @@ struct LinearTask : Task {
     Int segment;
 
     LinearTask(const Linear& x, const Plan& plan, Int index)
-        : segment(index % plan.segments), segments_(plan.segments), chunk_(chunk_length(x)) {
+        : segment(index % plan.segments), segments_(plan.segments), unit_(plan.unit * chunk_length(x)) {
         sequence = sequence_at(x, index / plan.segments / plan.head_blocks);
         first_head = index / plan.segments % plan.head_blocks * plan.heads_per_task;
         last_head = min(x.groups, first_head + plan.heads_per_task);
@@ -48,16 +48,14 @@ struct LinearTask : Task {
         last = segment == plan.segments - 1;
     }
 
-    // The tokens [from, to) of this segment, of `length` in the sequence; it is cut between chunks.
+    // The tokens [from, to) of this segment, of `length` in the sequence.
     Int from(Int length) const { return cut(segment, length); }
     Int to(Int length) const { return cut(segment + 1, length); }
 
   private:
-    Int cut(Int i, Int length) const {
-        return min(length, ceil_div(length, chunk_) * i / segments_ * chunk_);
-    }
+    Int cut(Int i, Int length) const { return min(length, ceil_div(length, unit_) * i / segments_ * unit_); }
 
-    Int segments_, chunk_;
+    Int segments_, unit_;
 };
 
 // 2. For every key head, the state before each segment of every sequence and the state after the last one.
@@ -147,7 +145,7 @@ inline Status accumulate_segment(const Linear& x, const LinearTask& task, const 
                    before_update(s, i, state);
                    chunk.read(s, s.first_key + i.token, i.n, i.group);
                    if (transposed) chunk.update_transposed(state, prefetcher);
-                   else chunk.update(state, prefetcher);
+                   else chunk.update(state, state, prefetcher);
                });
     return SUCCESS;
 }

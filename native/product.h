@@ -81,14 +81,14 @@ struct Tile {
             for (int j = 0; j < VECS; ++j) store(c + i * c_row + j * WIDTH, sums[i][j]);
     }
 
-    void add_to(float* c, int64_t c_row) const {
+    // C = factor D + tile. C may be D.
+    void write_sum(float factor, const float* d, int64_t d_row, float* c, int64_t c_row) const {
 #pragma GCC unroll 8
         for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 8
-            for (int j = 0; j < VECS; ++j) {
-                float* out = c + i * c_row + j * WIDTH;
-                store(out, load(out) + sums[i][j]);
-            }
+            for (int j = 0; j < VECS; ++j)
+                store(c + i * c_row + j * WIDTH,
+                      broadcast(factor) * load(d + i * d_row + j * WIDTH) + sums[i][j]);
     }
 
     // C_i += factor_i D_i for the rows i of D.
@@ -172,20 +172,33 @@ inline void multiply_few_rows(int64_t rows, int64_t cols, int64_t depth, Strided
         // Inlined by force, as above.
         with_tile(rows, cols - j, [&](auto tile) __attribute__((always_inline)) {
             tile.add_product(a, b.data + j, b.row, depth);
-            if (add) tile.add_to(c.data + j, c.row);
+            if (add) tile.write_sum(1, c.data + j, c.row, c.data + j, c.row);
             else tile.write(c.data + j, c.row);
         });
 }
 
-// The same for any number of rows. The sum over `depth` is complete before it is added to C, so that the
-// state of a long sequence is rounded once per chunk and not once per token.
-inline void multiply(int64_t rows, int64_t cols, int64_t depth, Strided a, Rows b, Rows c, bool add,
+// C = A B for any number of rows.
+inline void multiply(int64_t rows, int64_t cols, int64_t depth, Strided a, Rows b, Rows c,
                      Prefetcher& prefetcher) {
     for (int64_t i = 0; i < rows; i += TILE_ROWS) {
         prefetcher.issue();
         const int64_t n = rows - i < TILE_ROWS ? rows - i : TILE_ROWS;
-        multiply_few_rows(n, cols, depth, {a.data + i * a.row, a.row, a.col}, b, {c.data + i * c.row, c.row},
-                          add);
+        multiply_few_rows(n, cols, depth, {a.data + i * a.row, a.row, a.col}, b, {row(c, i), c.row}, false);
+    }
+}
+
+// C = factor D + A B, where C may be D. The sum over `depth` is complete before it is added, so that the
+// state of a long sequence is rounded once per chunk and not once per token.
+inline void multiply_onto(float factor, Rows d, int64_t rows, int64_t cols, int64_t depth, Strided a, Rows b,
+                          Rows c, Prefetcher& prefetcher) {
+    for (int64_t i = 0; i < rows; i += TILE_ROWS) {
+        prefetcher.issue();
+        for (int64_t j = 0; j < cols; j += TILE_VECS * WIDTH)
+            with_tile(rows - i < TILE_ROWS ? rows - i : TILE_ROWS, cols - j,
+                      [&](auto tile) __attribute__((always_inline)) {
+                          tile.add_product({a.data + i * a.row, a.row, a.col}, b.data + j, b.row, depth);
+                          tile.write_sum(factor, row(d, i) + j, d.row, row(c, i) + j, c.row);
+                      });
     }
 }
 

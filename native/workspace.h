@@ -18,6 +18,10 @@ void* allocate(size_t bytes);
 
 namespace UNROLLED_ISA {
 
+// The states of a whole sequence take more memory than its inputs. So a backward pass keeps the state before
+// every span of this many chunks, and computes those between them again.
+constexpr int64_t SPAN = 8;
+
 // Arrays that are freed together. Each is aligned to a cache line.
 class Workspace {
   public:
@@ -45,7 +49,7 @@ class Workspace {
     bool failed() const { return failed_; }
 
   private:
-    static constexpr int MAX_ARRAYS = 40;  // no kernel has more arrays, whatever the sizes
+    static constexpr int MAX_ARRAYS = 64;  // no kernel has more arrays, whatever the sizes
     void* arrays_[MAX_ARRAYS];
     int n_ = 0;
     bool failed_ = false;

@@ -203,6 +203,8 @@ int main() {
                 for (int64_t width : {1, 7, 16, 33})
                     check_sequence({2, T, 4, 2, width, 20, gated, reflecting, threads});
             check_sequence({1, 130, 1, 1, 64, 65, gated, reflecting, threads});
+            // Several of the states that the backward pass keeps.
+            check_sequence({1, 300, 2, 1, 9, 20, gated, reflecting, threads});
             check_step({3, 1, 4, 2, 33, 20, gated, reflecting, threads});
         }
     report.fail_allocations = true;

@@ -371,6 +371,8 @@ int main() {
                 }
             // Enough work for threads, and one head, so that the sequence is cut into segments.
             check_sequence({1, 260, 260, 1, 1, 64, 65, causal, normalize, gated, threads});
+            // Several of the states that the backward pass keeps.
+            check_sequence({1, 600, 600, 2, 1, 9, 20, causal, normalize, gated, threads});
             check_step({3, 1, 1, 4, 2, 33, 20, true, normalize, gated, threads});
             for (int64_t width : {7, 16, 33})
                 check_sequence({2, 70, 70, 4, 2, width, 20, causal, normalize, gated, threads, ELU_FEATURES});

@@ -125,6 +125,15 @@ def test_packed_sequences_are_as_exact_as_the_definition(lengths, M, gates):
     assert_as_exact(draw, gates=gates, cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32))
 
 
+@pytest.mark.parametrize("gates", ["none", "heads"])
+@pytest.mark.parametrize("lengths", [(300,), (135, 7, 0, 130)])
+def test_the_backward_pass_keeps_only_a_few_states_of_a_long_sequence(gates, lengths):
+    def draw(seed):
+        return inputs((1, sum(lengths), 2, 2, 9, 20), torch.float32, seed, rows=len(lengths), gates=gates)
+
+    assert_as_exact(draw, gates=gates, cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32))
+
+
 @pytest.mark.parametrize("gates", ["heads", "channels"])
 def test_threads_share_the_heads(threads, gates):
     given = inputs((2, 200, 3, 1, 64, 64), torch.float32, 0, gates=gates)

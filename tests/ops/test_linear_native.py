@@ -73,6 +73,13 @@ def test_packed_sequences_are_as_exact_as_the_plain_form(lengths, flags, M, phi)
     assert_error_at_most_twice_that_of([plain, linear_attention_reference], form, case)
 
 
+@pytest.mark.parametrize(("causal", "T"), [(True, 300), (False, 1100)])
+@pytest.mark.parametrize("lengths", [None, (270, 7, 0, 130)])
+def test_the_backward_pass_keeps_only_a_few_states_of_a_long_sequence(causal, T, lengths):
+    case = Case(T, T, 1, 2, 2, 9, 20, causal, gated=True, stateful=True, lengths=lengths, dtype=torch.float32)
+    assert_error_at_most_twice_that_of([plain, linear_attention_reference], form, case)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("lengths", [None, (200, 7, 90)])
