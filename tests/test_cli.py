@@ -146,6 +146,10 @@ def test_list_draws_the_pattern_of_a_mechanism(tmp_path: Path) -> None:
     small = works("list", "--draw", "window", "--length", 16, "--out", file)
     assert "try a larger --length" in small.stderr
     assert "try a larger" not in works("list", "--draw", "window", "--causal", "--out", file).stderr
+    fixed = error("list", "--draw", "window", "--set", "n_heads=2", "--out", file, "--force")
+    assert "n_heads is given, but drawings are of 4 heads" in fixed
+    dense = error("list", "--draw", "softmax", "--out", file, "--force")
+    assert "no sparse pattern that is known in advance; bigbird, longformer" in dense
 
 
 def test_memory_that_torch_cannot_allocate_is_said_in_plain_words() -> None:
@@ -371,9 +375,12 @@ def test_a_damaged_vocabulary_is_named(copied: Path) -> None:
         ("generate {empty}", "{empty} is not a run of unrolled train: it has no vocabulary.json"),
         ("info {empty}", "{empty} is not a model's folder"),
         ("info {empty}/x", "{empty}/x is not a model's folder: it does not exist"),
-        ("list --draw linear", "linear attention has no fixed pattern"),
+        ("list --draw linear", "linear attention has no sparse pattern"),
         ("list --draw window --set size=4", "invalid options for window"),
-        ("list --draw window --set causal=true", "invalid options for window"),
+        (
+            "list --draw window --set causal=true",
+            "causal is given, but drawings are of 4 heads, and --causal chooses the kind",
+        ),
         ("list --draw window --set window=3", "window is 3, but must be even"),
         ("list --set window=4", "--force require --draw"),
         ("list --draw window --cells", "--markdown and --cells are for the list, but --draw draws a pattern"),

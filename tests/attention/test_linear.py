@@ -150,7 +150,7 @@ def test_cosformer_ends_at_its_longest_position():
         8, 2, causal=True, feature_map="cosformer", feature_map_options={"max_length": 20}
     ).double()
     module(x)
-    with pytest.raises(ValueError, match="positions go up to 21, but max_length = 20 is the last"):
+    with pytest.raises(ValueError, match="positions go up to 21, but must be at most max_length = 20"):
         module(x[:, :1].expand(-1, 22, -1))
     with torch.no_grad():
         _, state = module.prefill(x, module.init_state(1))

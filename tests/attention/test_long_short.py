@@ -7,6 +7,7 @@ from contract_parts import in_two_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import layer_norm
+from torch.utils.flop_counter import FlopCounterMode
 
 from unrolled.attention.long_short import LongShortAttention
 from unrolled.attention.long_short.parts import long_short_reference
@@ -90,6 +91,13 @@ def test_without_landmarks_a_window_that_reaches_everything_is_softmax_attention
     x, padding = normal(3, 20, 8), torch.arange(20) >= torch.tensor([[20], [11], [0]])
     found, expected = (m(x, key_padding_mask=padding) for m in (module, softmax))
     torch.testing.assert_close(found[~padding], expected[~padding])
+
+
+def test_a_window_beyond_the_sequence_costs_nothing():
+    module = LongShortAttention(8, 2, window=2**40, rank=0)
+    with FlopCounterMode(display=False) as counter:
+        module(torch.randn(1, 16, 8))
+    assert counter.get_total_flops() <= 2 * 16 * 8 * (4 * 8 + 2 * 16)
 
 
 def test_a_row_of_padding_reads_nothing_not_even_the_bias_of_a_norm():

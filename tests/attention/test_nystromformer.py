@@ -183,6 +183,16 @@ def test_a_matrix_without_inverse_gets_its_pseudo_inverse():
     torch.testing.assert_close(iterative_pinv(a, 40), torch.linalg.pinv(a), rtol=1e-6, atol=1e-6)
 
 
+def test_without_iterations_a_row_that_is_not_finite_changes_no_other():
+    module = NystromformerAttention(16, 2, n_landmarks=3, iterations=None).double()
+    x = torch.randn(2, 20, 16, dtype=torch.double)
+    expected = module(x)
+    x[0] = torch.nan
+    found = module(x)
+    assert torch.equal(found[1], expected[1])
+    assert found[0].isnan().all()
+
+
 def test_each_matrix_starts_from_norms_of_its_own():
     a = torch.stack([softmax_matrix(8, std) for std in (0.1, 1.0, 20.0)])
     together = iterative_pinv(a)

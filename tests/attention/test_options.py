@@ -15,8 +15,13 @@ from unrolled import attention
         ("similarity", {"similarity": "polynomial", "similarity_options": {"degree": 0.5}}),
         ("similarity", {"similarity": "rbf", "similarity_options": {"scale": -1.0}}),
         ("similarity", {"similarity_options": {"bogus": 1}}),
+        ("linear", {"feature_map_options": ""}),
+        ("performer", {"features": ["relu"]}),
+        ("rfa", {"features": ["fourier"]}),
+        ("linformer", {"projection": ["linear"]}),
+        ("aft", {"position_bias": ["full"]}),
     ],
 )
 def test_options_of_maps_and_kernels_are_refused(name, options):
-    with pytest.raises(ValueError, match=r"(but must be|do not fit|does not fit)"):
+    with pytest.raises(ValueError, match=r"(but must|do not fit|does not fit)"):
         attention.load(name)(8, 2, **options)

@@ -183,6 +183,17 @@ def test_exponents_that_no_float_holds():
     assert (state.k_sum > 0).any()
 
 
+@pytest.mark.parametrize("name", ["positive", "hyperbolic"])
+def test_features_are_at_most_one_however_long_the_vectors_are(name):
+    q, k, v = (x.float() for x in inputs(T=40, D=64, std=3e4))
+    phi = feature_map(name, 64, 64).float()
+    found, state = favor_attention(q, k, v, phi, causal=True)
+    assert found.isfinite().all()
+    assert state.k_sum.isfinite().all()
+    shifted = phi(k)
+    assert (shifted.shifted(shifted.peak()).abs() <= 1).all()
+
+
 def test_the_state_is_the_sum_of_features_times_its_scale():
     q, k, v = inputs()
     phi = feature_map("positive")

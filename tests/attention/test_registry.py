@@ -31,7 +31,10 @@ def test_an_unknown_name_is_answered_with_the_known_ones(name):
     [
         ({"d_model": 10, "n_heads": 4}, "d_model is 10, but must be a multiple of n_heads = 4"),
         ({"n_kv_heads": 3}, "n_kv_heads is 3, but must divide n_heads = 4"),
-        ({"head_dim": 0}, "head_dim is 0 and value_dim None, but both must be at least 1"),
+        ({"d_model": 0}, "d_model is 0, but must be at least 1"),
+        ({"n_heads": -2}, "n_heads is -2, but must be at least 1"),
+        ({"head_dim": 0}, "head_dim is 0, but must be at least 1"),
+        ({"value_dim": -1}, "value_dim is -1, but must be at least 1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(arguments, message):

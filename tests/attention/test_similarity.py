@@ -209,6 +209,15 @@ def test_wrong_options_are_refused():
         SimilarityAttention(8, 2, similarity=3)
     with pytest.raises(ValueError, match="similarity_options are for a similarity given by name"):
         SimilarityAttention(8, 2, similarity=torch.dot, similarity_options={"scale": 1.0})
+    for name, options, message in (
+        ("exp", {"scale": math.nan}, "scale is nan, but must be a finite number"),
+        ("rbf", {"scale": "x"}, "scale is 'x', but must be a finite number"),
+        ("polynomial", {"offset": "a"}, "offset is 'a', but must be a finite number"),
+        ("linear", {"degree": 3}, "do not fit: DotProduct"),
+        ("exp", 0, "similarity_options is 0, but must map names to values"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SimilarityAttention(8, 2, similarity=name, similarity_options=options)
     with pytest.raises(ValueError, match="n_kv_heads is 1, but must be n_heads = 2 if symmetric"):
         SimilarityAttention(8, 2, symmetric=True, n_kv_heads=1)
 

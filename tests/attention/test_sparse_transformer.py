@@ -222,6 +222,17 @@ def test_cost_grows_as_the_pairs_that_are_read():
     assert flops(1024, 32) < 1.6 * 4 * 4 * pairs
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"reads": "far"}, {"kind": "strided"}, {"kind": "strided", "reads": "far"}]
+)
+def test_a_stride_beyond_the_sequence_costs_nothing(options, causal):
+    module = SparseTransformerAttention(8, 2, causal=causal, stride=2**40, **options)
+    with FlopCounterMode(display=False) as counter:
+        module(torch.randn(1, 16, 8))
+    assert counter.get_total_flops() <= 2 * 16 * 8 * (4 * 8 + 2 * 16)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

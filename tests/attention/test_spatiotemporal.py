@@ -111,6 +111,14 @@ def test_it_keeps_the_contract_with_every_option(check_part):
     check_part(make)
 
 
+@pytest.mark.parametrize("options", [{}, {"radius": 1}, {"radius": 1, "stride": 4}], ids=str)
+def test_rows_that_a_short_video_lacks_cost_nothing(options):
+    tall, low = (SpatiotemporalAttention(4, 2, shape=(1, h, 8), **options).double() for h in (2**40, 3))
+    low.load_state_dict(tall.state_dict())
+    x = draw(2, 19, 4)
+    assert_same(tall(x), low(x))
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"radius": 1}, {"radius": (0, 2, 2)}, {"radius": 1, "stride": 4}], ids=str
 )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from unrolled.attention._heads import KeyMasks
 from unrolled.attention.base import CommonOptions, Heads, Inputs, MultiHeadAttention
+from unrolled.ops.options import check_integers_only
 from unrolled.ops.sequence import Latest, last_tokens
 from unrolled.ops.window.dilated import dilated_window_attention
 from unrolled.ops.window.state import WindowState, empty_window, window_prefill, window_step
@@ -23,6 +24,7 @@ def window_sides(window: int | tuple[int, int], *, causal: bool) -> tuple[int, i
             not causal.
     """
     if type(window) is int:
+        check_integers_only(window=window)
         if causal and window >= 1:
             return window - 1, 0
         if not causal and window >= 0 and window % 2 == 0:
@@ -32,6 +34,7 @@ def window_sides(window: int | tuple[int, int], *, causal: bool) -> tuple[int, i
     pair = list(window) if isinstance(window, tuple | list) else []
     if len(pair) != 2 or not all(type(side) is int and side >= 0 for side in pair):
         raise ValueError(f"window is {window!r}, but must be one number or (left, right), neither negative")
+    check_integers_only(window=max(pair))
     if causal and pair[1]:
         raise ValueError(f"window is {window}, but a causal one must be (left, 0), with nothing ahead")
     return pair[0], pair[1]
@@ -50,6 +53,7 @@ def dilation_per_head(dilation: int | Sequence[int], n_heads: int) -> tuple[int,
         raise ValueError(f"dilation has {len(given)} values, but must have n_heads = {n_heads}")
     if not all(d >= 1 for d in given):
         raise ValueError(f"dilation is {dilation}, but must be at least 1")
+    check_integers_only(dilation=max(given))
     return tuple(given)
 
 

@@ -22,7 +22,7 @@ from unrolled.ops import sequence
 from unrolled.ops.checks import check_attn_mask, check_cu_seqlens, check_input, shape
 from unrolled.ops.dense import Linear, linear_part, weight_of
 from unrolled.ops.masks import without_padding, zero_padding
-from unrolled.ops.options import ChecksOptions
+from unrolled.ops.options import ChecksOptions, check_integers
 from unrolled.ops.positions import ROTARY_BASE, rotary
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.state_checks import CONSTANT, Growing, check_state
@@ -62,7 +62,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         rotary_base: pair i of a query or key is rotated by the angle position / base^(2i/rotary_dim); with a
             larger base, the angles grow more slowly.
         rotary_dim: with `rotary`, rotate only the first `rotary_dim` numbers of each query and key; an even
-            number, D by default, which then must be even.
+            number, by default D, which must then be even.
 
     Raises:
         ValueError: a size is not a multiple of another as required, or out of range.
@@ -99,7 +99,8 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             raise UnsupportedError(f"{self.name} attention is not {direction}: {self.one_way}")
         if rotary and self.no_rotary is not None:
             raise UnsupportedError(f"{self.name} attention cannot use rotary positions: {self.no_rotary}")
-        if n_heads < 1 or (head_dim is None and d_model % n_heads):
+        check_integers(1, d_model=d_model, n_heads=n_heads)
+        if head_dim is None and d_model % n_heads:
             raise ValueError(f"d_model is {d_model}, but must be a multiple of n_heads = {n_heads}")
         self.d_model, self.n_heads, self.causal, self.rotary = d_model, n_heads, causal, rotary
         if rotary:
@@ -109,8 +110,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             raise ValueError(f"n_kv_heads is {n_kv_heads}, but must divide n_heads = {n_heads}")
         self.head_dim = d_model // n_heads if head_dim is None else head_dim
         self.value_dim = self.head_dim if value_dim is None else value_dim
-        if self.head_dim < 1 or self.value_dim < 1:
-            raise ValueError(f"head_dim is {head_dim} and value_dim {value_dim}, but both must be at least 1")
+        check_integers(1, head_dim=self.head_dim, value_dim=self.value_dim)
         check_rotation(rotary_base, rotary_dim, self.head_dim)
         if rotary and rotary_dim is None and self.head_dim % 2 and not self.rotates_features:
             raise ValueError(f"head_dim is {self.head_dim}, but must be even with rotary and no rotary_dim")
@@ -175,7 +175,10 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
 
         This defines a sparse mechanism: softmax attention in which key j counts that many times.
         """
-        raise UnsupportedError(f"{self.name} attention has no fixed pattern of keys")
+        raise UnsupportedError(
+            f"{self.name} attention has no sparse pattern that is known in advance; bigbird, longformer, "
+            "sparse_transformer, spatiotemporal and window have one"
+        )
 
     # ---- what a user calls
 

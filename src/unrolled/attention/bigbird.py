@@ -7,11 +7,11 @@ The n tokens of a sequence form N = ceil(n / b) blocks of b. Query block i reads
     j < f  or  j >= N - e                 global columns: the first f blocks and the last e
     i < f  or  i >= N - e                 global rows: they read everything
 
-R_i consists of r blocks, drawn uniformly from those that i does not read otherwise; if these are r or fewer,
-R_i is all of them. The first g tokens may be global: they precede the blocks, read all tokens and are read by
-all. The paper's ITC is f = e = 1 and g = 0; its ETC is f = e = 0 with g tokens put before the sequence. N
-counts the blocks of valid tokens, so that padding is never a global block. Random blocks are computed from
-the seed, the head, the block and N, so training and evaluation read the same ones.
+R_i consists of r blocks, drawn uniformly from those that i does not read otherwise, or of all of those if
+there are no more than r. The first g tokens may be global: they precede the blocks, read all tokens and are
+read by all. The paper's ITC is f = e = 1 and g = 0; its ETC is f = e = 0 with g tokens put before the
+sequence. N counts the blocks of valid tokens, so that padding is never a global block. Random blocks are
+computed from the seed, the head, the block and N, so training and evaluation read the same ones.
 
 Zaheer et al. 2020, "Big Bird: Transformers for Longer Sequences", arXiv 2007.14062, section 2 and appendix D.
 

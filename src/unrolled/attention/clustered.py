@@ -18,11 +18,12 @@ distinct hashes. Other rows, other heads and padding have no influence, and clus
 Vyas, Katharopoulos and Fleuret 2020, "Fast Transformers with Clustered Attention", arXiv 2007.04825, sections
 3.2 and 3.3. Their code starts from hashes at random positions, padding included, the same for a whole batch.
 
-Cost per head: time O(S C (D + M) + T k (D + M) + T C bits), memory O((T + S) (D + M) + C S + T (bits + k)).
+Cost per head, for L iterations of Lloyd's algorithm: time O(S C (D + M) + T k (D + M) + L T C bits), memory
+O((T + S + C k) (D + M) + C (S + T) + T (bits + k)).
 Cannot: be causal (a mean query mixes past and future), or honour an arbitrary `attn_mask`. Where a projection
 is nearly 0, rounding decides its sign, and so possibly the cluster of a query.
-Equals softmax attention: with k >= S; with no more queries than clusters; and with no more distinct queries
-than clusters if all their hashes differ.
+Equals softmax attention: with k >= S; with no more queries than clusters; also with more queries, if no more
+of them are distinct than there are clusters, and all their hashes differ.
 
 With `rotary`, queries and keys are rotated by their positions before the queries are clustered.
 """

@@ -40,6 +40,7 @@ from torch.nn.functional import softplus
 from unrolled.attention._decays import random_decay_biases, random_log_paces
 from unrolled.attention._delta import DeltaRule, Rates
 from unrolled.attention._heads import check_groups
+from unrolled.attention._options import ONE_WAY
 from unrolled.attention.base import CommonOptions
 from unrolled.contract import CAUSAL_RECURRENCE
 from unrolled.ops.dense import Linear
@@ -66,6 +67,7 @@ class DeltaNet(DeltaRule):
     """
 
     supports = CAUSAL_RECURRENCE.but(reads_input=True, sequence=True)
+    one_way = ONE_WAY
 
     def __init__(
         self,

@@ -237,7 +237,7 @@ class LinformerAttention(MultiHeadAttention[None, None]):
             self._check_given(projection, rank, max_length)
             self.projection = projection
             return
-        if projection not in PROJECTIONS:
+        if projection not in list(PROJECTIONS):
             raise ValueError(
                 f"projection is {projection!r}, but must be one of {', '.join(PROJECTIONS)}, or a Projection"
             )

@@ -39,6 +39,7 @@ from unrolled.contract import UnsupportedError
 from unrolled.ops.checks import shape
 from unrolled.ops.dense import Linear, linear_part
 from unrolled.ops.merge import merge_softmax
+from unrolled.ops.options import check_integers_only
 from unrolled.ops.packing import reorder, valid_first, valid_tokens_first
 from unrolled.ops.window import window_attention
 from unrolled.ops.window.dilated import window_pattern
@@ -72,23 +73,16 @@ def global_positions(chosen: int | Sequence[int], n_valid: Tensor, length: int) 
 
 def _checked_globals(chosen: int | Sequence[int]) -> int | tuple[int, ...]:
     """Require a number of tokens or positions."""
-    if type(chosen) is int:
-        if chosen >= 0:
-            return chosen
-    elif (
-        isinstance(chosen, Sequence)
-        and not isinstance(chosen, str)
-        and all(type(position) is int for position in chosen)
+    positions = [chosen] if type(chosen) is int and chosen >= 0 else chosen
+    if (
+        isinstance(positions, Sequence)
+        and not isinstance(positions, str)
+        and all(type(position) is int for position in positions)
     ):
-        return tuple(chosen)
+        for position in positions:
+            check_integers_only(global_tokens=position)
+        return chosen if isinstance(chosen, int) else tuple(positions)
     raise ValueError(f"global_tokens is {chosen!r}, but must be a number of tokens or a list of positions")
-
-
-def _check_within(positions: Sequence[int], length: int) -> None:
-    """Reject positions outside of this length, which all rows have."""
-    for position in positions:
-        if not -length <= position < length:
-            raise ValueError(f"global_tokens has position {position}, but must be below the length {length}")
 
 
 def longformer_reference(local: Projected, global_: Projected, is_global: Tensor, window: Tensor) -> Tensor:
@@ -123,8 +117,9 @@ class LongformerAttention(SlidingWindow[Globals]):
             Longformer. Or a pair `(left, right)`, the numbers of keys before and after the token.
         dilation: distance d from one key of the window to the next; one number, or a list with one per head.
         global_tokens: how many tokens at the beginning are global, or a list of the positions of the global
-            tokens, where negative ones count from the end. By default the first token, or none if causal. A
-            `global_mask` passed to `forward` replaces it.
+            tokens, where negative ones count from the end. Positions that a sequence does not have are
+            left out. By default the first token, or none if causal. A `global_mask` passed to `forward`
+            replaces it.
 
     Raises:
         ValueError: a window that is negative, odd if bidirectional, or with keys after the token if causal; a
@@ -273,12 +268,7 @@ class LongformerAttention(SlidingWindow[Globals]):
             return is_global, int(is_global.sum(1).max()) if B else 0
         chosen = self.global_tokens
         most = chosen if isinstance(chosen, int) else len(chosen)
-        if padding is not None:
-            n_valid = (~padding).sum(1)
-        else:
-            n_valid = q.new_full((B,), T, dtype=torch.long)
-            if not isinstance(chosen, int) and T:
-                _check_within(chosen, T)
+        n_valid = q.new_full((B,), T, dtype=torch.long) if padding is None else (~padding).sum(1)
         return global_positions(chosen, n_valid, T), min(most, T)
 
     def _check_global_mask(self, mask: Tensor, x: Tensor) -> None:

@@ -89,7 +89,12 @@ def pinv_residual(a: Tensor, z: Tensor) -> Tensor:
 
 
 def _inverse(a: Tensor, iterations: int | None) -> Tensor:
-    return torch.linalg.pinv(a) if iterations is None else iterative_pinv(a, iterations)
+    if iterations is not None:
+        return iterative_pinv(a, iterations)
+    # Without this, a matrix that is not finite would be an error for all the others.
+    wrong = ~a.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    inverse: Tensor = torch.linalg.pinv(a.masked_fill(wrong, 0))
+    return inverse.masked_fill(wrong, torch.nan)
 
 
 def _check_iterations(iterations: int, dtype: torch.dtype) -> None:

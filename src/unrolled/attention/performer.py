@@ -102,10 +102,13 @@ class Features(NamedTuple):
         if self.log_size is None or shift is None:
             assert self.wave is not None  # features have an exponent, a wave or both
             return self.wave
-        log_size = (self.log_size - shift).unsqueeze(-1)
         if self.exponent is None:
-            size = log_size.exp()
-        elif self.exponent.is_contiguous():
+            assert self.wave is not None
+            return (self.log_size - shift).unsqueeze(-1).exp() * self.wave
+        # Computed as in `peak`, so that rounding leaves no exponent above 0, however large its parts are.
+        top = self.exponent.detach().amax(-1)
+        log_size = (self.log_size + top - shift - top).unsqueeze(-1)
+        if self.exponent.is_contiguous():
             size = self.exponent.add_(log_size).exp_()
         else:  # a view of a product: overwriting a view makes autograd copy its gradient
             size = (self.exponent + log_size).exp_()
@@ -317,7 +320,7 @@ class PerformerAttention(MultiHeadAttention[PerformerState, None]):
         **common: Unpack[CommonOptions],
     ):
         super().__init__(d_model, n_heads, **common)
-        if features not in KINDS:
+        if features not in list(KINDS):
             raise ValueError(f"features is {features!r}, but must be one of {', '.join(KINDS)}")
         projection = None
         if rows != "identity":

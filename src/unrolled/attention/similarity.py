@@ -19,8 +19,8 @@ O(T (D+M)). It is meant for study and comparison. A kernel with finitely many fe
 attention.
 Cannot: guarantee weights between 0 and 1 for a kernel that may be negative, such as "linear" and odd degrees.
 A query whose weights sum to 0 gets 0. Where the sum is close to 0, the weights are large and of both signs.
-Equals softmax attention: with "exp", always. Equals linear attention with the polynomial map: with
-"polynomial" of degree 2.
+Equals softmax attention: with "exp" and its default scale. Equals linear attention with the polynomial map:
+with "polynomial" and its default degree and offset.
 """
 
 import math
@@ -39,6 +39,7 @@ from unrolled.ops.checks import check_attn_mask, check_qkv
 from unrolled.ops.dense import Linear, linear_part
 from unrolled.ops.linear.chunked import safe_divide
 from unrolled.ops.masks import causal_mask, packed_mask, zero_padding
+from unrolled.ops.options import check_above_zero, check_finite, check_integers, score_scale
 from unrolled.ops.packing import segment_ids
 from unrolled.ops.precision import accumulation_dtype, exact_dtype, without_autocast
 from unrolled.ops.softmax import KVCache, attend_to_cache
@@ -65,9 +66,12 @@ class Exponential:
 
     scale: float | None = None
 
+    def __post_init__(self) -> None:
+        score_scale(self.scale, 1)
+
     def __call__(self, q: Tensor, k: Tensor) -> Kernel:
         """Compare all queries with all keys."""
-        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scale = score_scale(self.scale, q.shape[-1])
         return Kernel(q.new_ones(()), scale * _products(q, k))
 
 
@@ -79,12 +83,12 @@ class Rbf:
     shift_invariant: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.scale is not None and not self.scale > 0:
-            raise ValueError(f"scale is {self.scale}, but must be above 0, so that closer keys weigh more")
+        if self.scale is not None:
+            check_above_zero(scale=self.scale)  # so that closer keys weigh more
 
     def __call__(self, q: Tensor, k: Tensor) -> Kernel:
         """Compare all queries with all keys, in fp64 where the device has it: large vectors nearly cancel."""
-        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scale = score_scale(self.scale, q.shape[-1])
         dtype, exact = q.dtype, exact_dtype(q.device)
         q, k = q.to(exact), k.to(exact)
         q_norm, k_norm = (x.square().sum(-1).transpose(1, 2) for x in (q, k))
@@ -100,19 +104,28 @@ class Polynomial:
     offset: float = 1.0
 
     def __post_init__(self) -> None:
-        if type(self.degree) is not int or self.degree < 1:
-            raise ValueError(f"degree is {self.degree!r}, but must be an integer of at least 1")
+        check_integers(1, degree=self.degree)
+        check_finite(offset=self.offset)
 
     def __call__(self, q: Tensor, k: Tensor) -> Tensor:
         """Compare all queries with all keys."""
         return (_products(q, k) + self.offset) ** self.degree
 
 
+@dataclass(frozen=True)
+class DotProduct:
+    """kappa = q . k, which may be negative."""
+
+    def __call__(self, q: Tensor, k: Tensor) -> Tensor:
+        """Compare all queries with all keys."""
+        return _products(q, k)
+
+
 SIMILARITIES: dict[str, Callable[..., Similarity]] = {
     "exp": Exponential,
     "rbf": Rbf,
     "polynomial": Polynomial,
-    "linear": partial(Polynomial, 1, 0.0),
+    "linear": DotProduct,
 }
 
 

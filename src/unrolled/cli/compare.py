@@ -30,7 +30,8 @@ def compare(
     d_model: Annotated[int, typer.Option(min=1, help="Model width.")] = 256,
     n_heads: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 8,
     spread: Annotated[
-        float, typer.Option(help="Standard deviation of queries and keys; larger makes softmax sharper.")
+        float,
+        typer.Option(help="Standard deviation of queries, keys and values; larger makes softmax sharper."),
     ] = 1.0,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     seconds: Annotated[

@@ -160,8 +160,11 @@ def pattern_of(name: str, length: int, options: Mapping[str, Any], *, causal: bo
     from unrolled import attention
 
     mechanism: Any = attention.load(name)
+    shared: dict[str, Any] = {"d_model": 32, "n_heads": 4, "causal": causal}
+    if fixed := shared.keys() & options.keys():
+        raise ValueError(f"{min(fixed)} is given, but drawings are of 4 heads, and --causal chooses the kind")
     try:
-        module = mechanism(d_model=32, n_heads=4, causal=causal, **options)
+        module = mechanism(**shared, **options)
     except TypeError as error:
         raise ValueError(f"invalid options for {name}: {error}") from error
     return module.pattern(length)

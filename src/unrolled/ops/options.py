@@ -3,7 +3,7 @@
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import NoneType, UnionType
 from typing import TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
@@ -79,6 +79,13 @@ def is_number(x: object) -> bool:
         return False
 
 
+def check_mapping(**options: object) -> None:
+    """Require a mapping of names to values."""
+    for name, given in options.items():
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{name} is {given!r}, but must map names to values")
+
+
 def check_booleans(**flags: object) -> None:
     """Require True or False."""
     for name, flag in flags.items():
@@ -86,12 +93,21 @@ def check_booleans(**flags: object) -> None:
             raise ValueError(f"{name} is {flag!r}, but must be True or False")
 
 
+CHECKS: dict[type, Callable[..., None]] = {
+    bool: check_booleans,
+    int: check_integers_only,
+    float: check_finite,
+    Mapping: check_mapping,
+}
+
+
 class ChecksOptions:
-    """A class whose constructors check the types of their bool, int and float arguments by the annotations.
+    """A class whose constructors check the types of their simple arguments by the annotations.
 
     An argument annotated `window: int` accepts integers but not bool, `rotary: bool` accepts True and False,
-    and `scale: float` accepts numbers except NaN. With `| None`, None is accepted too. The constructor itself
-    checks everything else, such as infinity. The argument of `init_state(batch_size)` is checked too.
+    `scale: float` accepts numbers except NaN, and `options: Mapping` accepts mappings. With `| None`, None is
+    accepted too. The constructor itself checks everything else, such as infinity. The argument of
+    `init_state(batch_size)` is checked too.
 
     Raises:
         ValueError: an argument of another type.
@@ -157,10 +173,10 @@ def _of_a_batch(init_state: Callable[..., State]) -> Callable[..., State]:
 
 
 def _check_kind(name: str, value: object, kinds: tuple[type, ...]) -> None:
-    check = {bool: check_booleans, int: check_integers_only, float: check_finite}
     kind, *others = kinds or (object,)
-    if kind not in check or not set(others) <= {NoneType} or (others and value is None):
+    kind = get_origin(kind) or kind
+    if kind not in CHECKS or not set(others) <= {NoneType} or (others and value is None):
         return
     if kind is float and isinstance(value, float) and math.isinf(value):
         return
-    check[kind](**{name: value})
+    CHECKS[kind](**{name: value})

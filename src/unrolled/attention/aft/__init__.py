@@ -95,7 +95,7 @@ class AFT(MultiHeadAttention[AFTState, None]):
         bias_rank: int = 64,
         **common: Unpack[CommonOptions],
     ):
-        if position_bias not in BIASES:
+        if position_bias not in list(BIASES):
             raise ValueError(f"position_bias is {position_bias!r}, but must be one of {', '.join(BIASES)}")
         self.position_bias = position_bias
         super().__init__(d_model, n_heads, **common)

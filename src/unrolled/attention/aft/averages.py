@@ -15,8 +15,8 @@ halves and so on: the keys of a left half, scaled by the maximum at its end, are
 the right half, whose own maximum is no lower. All factors are at most 1, none depends on tokens after t, and
 each pair is computed once.
 
-Biases are scaled by their maximum, which may belong to another key than the maximum of k. Where the biases
-differ by so much (60 in fp32) that all products of scaled factors might vanish, the definition is computed
+The factors exp(k) and exp(bias) are scaled by their own maxima, which may be at different keys. Where biases
+differ by more than 60 (in fp32), all products of scaled factors could vanish, and the definition is computed
 instead. This check reads the values of the biases, which it does only on a CPU and outside of torch.compile;
 elsewhere such averages lose digits. The definition is also the fastest form for a few tokens.
 """

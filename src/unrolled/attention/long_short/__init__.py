@@ -24,7 +24,7 @@ Cannot: generate at a constant cost, since each chunk adds landmarks (it can wit
 landmarks); honour an arbitrary `attn_mask`; be exported by `torch.export` with a dynamic length, since the
 length determines the numbers of segments and chunks. Cross-attention is only possible through landmarks, with
 `window=None`.
-Equals softmax attention: with `rank=0`, `dual_norm=False` and a window that covers the sequence.
+Equals softmax attention: with `rank=0`, `dual_norm=False` and a window at least as long as the sequence.
 """
 
 from collections.abc import Sequence

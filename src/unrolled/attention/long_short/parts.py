@@ -45,6 +45,8 @@ def segment_window(q: Tensor, k: Tensor, v: Tensor, window: int, padding: Tensor
     """Attend to the segment of w tokens and w/2 keys (1 for w = 1, 0 for w = 0) on each side of it."""
     (B, T), width = q.shape[:2], max(window, 1)
     beside = max(window // 2, 1) if window else 0
+    if 0 < T <= width:  # one segment, with nothing beside it
+        width, beside = T, 0
     n = -(-T // width)
     padding = q.new_zeros(B, T, dtype=torch.bool) if padding is None else padding
     padding = pad(padding, (beside, n * width - T + beside), value=True)

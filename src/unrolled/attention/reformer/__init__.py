@@ -18,11 +18,10 @@ penalty of 1e5 for i itself is infinite here. As in the authors' code, scores ar
 `scale` is 1.
 
 **Why the causal form differs from the paper's.** The paper masks the later keys of each chunk. Then no value
-of a later token enters o_i. But later tokens shift the borders of the chunks, and so decide which *earlier*
-keys i attends to. In each round, the place of i after sorting is the number of all tokens in lower buckets,
-later ones included, plus the number of earlier tokens in its own bucket. So o_i depends on the past, on the
-length, and on the number of later tokens in each bucket. Such a model is trained on information that it lacks
-during generation. `lsh_attention(causal=True)` computes that form, for comparison. In the module, the sets
+of a later token enters o_i. But sorting also puts later tokens of lower buckets before i. They move i to
+another chunk, and so change which *earlier* keys it reads. So o_i depends on the past, on the length, and on
+the number of later tokens in each bucket. Such a model is trained on information that it lacks during
+generation. `lsh_attention(causal=True)` computes that form, for comparison. In the module, the sets
 depend only on the past, so that running token by token gives the same outputs.
 
 Cost per head, for R rounds: time O(R T (log T + c (D+M+R))), memory O(R T (c+D+M)); short inputs are computed
@@ -30,8 +29,8 @@ as one masked softmax over the union in O(T^2). The state of causal attention gr
 tokens, which are all that later tokens may attend to, and a step reads the whole state. Bidirectional
 attention has no step, since a new token may change every chunk.
 Cannot: attend to another sequence, since queries and keys share one projection, or honour an `attn_mask`.
-Equals softmax attention to the other tokens with unit keys: bidirectional, up to 2c tokens; causal, up to
-c + 1 tokens of one bucket. More rounds approximate it better.
+Equals softmax attention to the other tokens with unit keys: bidirectional without `same_bucket`, up to 2c
+tokens; causal, up to c + 1 tokens of one bucket. More rounds approximate it better.
 """
 
 import math

@@ -8,7 +8,7 @@ directions of queries and keys matter: with u = x / |x|, a learned scale s in R^
 (initially 1) and n rows of W drawn from N(0, I),
 
     fourier   phi(x) = [sin(W(s u)), cos(W(s u))] / sqrt(n)    E[phi(x) . phi(y)] = exp(-|s(u_x - u_y)|^2 / 2)
-    arccos    phi(x) = relu(W(s u)) / sqrt(n)                  the arc-cosine kernel of order 1 of s u
+    arccos    phi(x) = relu(W(s u)) / sqrt(n)                  half the arc-cosine kernel of order 1 of s u
 
 The gate (RFA-Gate) is one number per key/value head and token, g_i = sigmoid(w . x_i + b), by which a head
 forgets. Initially w = 0, and g is from 0.9 to 0.99 across the heads, a memory of 10 to 100 tokens.
@@ -16,8 +16,8 @@ forgets. Initially w = 0, and g is from 0.9 to 0.99 across the heads, a memory o
 Peng, Pappas, Yogatama, Schwartz, Smith and Kong 2021, "Random Feature Attention", arXiv 2103.02143: theorem 1
 (features), section 3.1 (attention), section 3.2 (gate). The paper draws rows of variance s^2 but states the
 kernel with 1 / s^2; here s multiplies, as in the authors' code. `rotary` rotates the vectors s u, so that
-weights depend on distances for any s. For the paper's stateful variant, call `prefill` on each segment, and
-pass it the detached state after the previous segment.
+weights depend on distances for any s. The paper's stateful variant carries the state from segment to segment:
+call `prefill` with the detached state of the one before.
 
 Cost per head, with R = 2n features (n for arccos), values M wide and chunks of C tokens (8 to 128, by
 backend): in training time O(T R (D + M + C)) and memory O(T R); per generated token time O(R (D + M)), memory

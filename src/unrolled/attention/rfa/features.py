@@ -62,7 +62,7 @@ class RfaMap(nn.Module):
         self, n_heads: int, head_dim: int, features: str, n_features: int, rows: Rows, seed: int | None
     ):
         super().__init__()
-        if features not in KERNELS:
+        if features not in list(KERNELS):
             raise ValueError(f"features is {features!r}, but must be one of {', '.join(KERNELS)}")
         self.features = features
         self.feature_dim = self.kernel.per_row * n_features

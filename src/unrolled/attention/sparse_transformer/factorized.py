@@ -149,12 +149,17 @@ def factorized_attention(
     return o if back is None else back(o)
 
 
+def _block(q: Tensor, layout: Layout) -> int:
+    """Return the length of a block: the stride, or all tokens if there are fewer."""
+    return max(1, min(layout.stride, q.shape[1]))
+
+
 def _near(q: Tensor, k: Tensor, v: Tensor, layout: Layout, padding: Tensor | None) -> Part:
     """Attend to the window, or to the query's own block."""
     if layout.kind == "strided":
         window_size = (layout.window, 0 if layout.causal else layout.window)
         return window_attention(q, k, v, window_size=window_size, key_padding_mask=padding, return_lse=True)
-    (B, T), stride = q.shape[:2], layout.stride
+    (B, T), stride = q.shape[:2], _block(q, layout)
     q, k, v = (cut(x, stride).flatten(0, 1) for x in (q, k, v))
     padding = None if layout.causal else _cut_padding(padding, B, T, stride, q.device).flatten(0, 1)
     window_size = (-1, 0 if layout.causal else -1)
@@ -170,7 +175,8 @@ def _residues(
 
     The tokens of each residue modulo the stride form a short sequence.
     """
-    (B, T), stride, gap = q.shape[:2], layout.stride, beyond // layout.stride + 1
+    (B, T), stride = q.shape[:2], _block(q, layout)
+    gap = beyond // stride + 1
     N = -(-T // stride)
     if gap >= N > 0:
         return []
@@ -204,7 +210,8 @@ def _own_summary(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, padding: Tensor | None, places: slice
 ) -> Part:
     """Attend to the token itself, and to the summary of its own block."""
-    stride, N = layout.stride, -(-q.shape[1] // layout.stride)
+    stride = _block(q, layout)
+    N = -(-q.shape[1] // stride)
     allowed = torch.eye(stride, dtype=torch.bool, device=q.device)
     allowed[:, places] = True
     allowed = allowed.tril() if layout.causal else allowed
@@ -224,6 +231,8 @@ def _summaries(
     """
     (B, T), stride = q.shape[:2], layout.stride
     N, size, parts = -(-T // stride), 1, []
+    if N <= 1:
+        return []
     mask = None if layout.causal else _cut_padding(padding, B, T, stride, q.device)[:, :, places]
     q, k, v = cut(q, stride), cut(k, stride)[:, :, places], cut(v, stride)[:, :, places]
     while size < N:

@@ -20,7 +20,8 @@ of its row. The result is the same if the three r[0] are equal.
 Cost per head for n places: grid, time O(n (time + height + width) (D+M)) and O(n (time + height + width))
 scores; cube of c keys, O(n c) scores, a few times as many as are used; strided, O(n^2 / stride^3) more.
 Cannot: be causal, run as a recurrence, or honour an arbitrary `attn_mask`.
-Equals softmax attention: where at most one axis is longer than 1, or where the cube holds the whole grid.
+Equals softmax attention, with the default scale and without relative embeddings: grid attention, if at most
+one axis is longer than 1; cube attention, if the cube holds the whole grid.
 
 The last frame may be incomplete; the places that it lacks do not exist. Padded tokens are not part of the
 video: the valid tokens fill the grid in their order. So whole frames may be padded, on any side.
@@ -50,7 +51,7 @@ from unrolled.ops.checks import check_key_padding_mask, check_qkv, shape
 from unrolled.ops.masks import without_padding
 from unrolled.ops.merge import merge_softmax
 from unrolled.ops.node import like_attention, one_node
-from unrolled.ops.options import check_finite
+from unrolled.ops.options import check_finite, check_integers_only
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 
@@ -158,6 +159,8 @@ def attend_in_grid(
 ) -> Tensor:
     """Implement `spatiotemporal_attention` with checked arguments."""
     (T, H, D), G = q.shape[1:], v.shape[2]
+    if 0 < T < height * width:  # part of one frame: without its empty rows
+        height = -(-T // width)
     size = (-(-T // (height * width)), height, width)
     parts = line_parts(size)
     if radius is not None:
@@ -229,6 +232,7 @@ def _relative_scores(queries: Tensor, part: Part, tables: list[Tensor]) -> Tenso
 def _check_sizes(name: str, sizes: Sequence[int], low: int) -> None:
     if not all(type(n) is int and n >= low for n in sizes):
         raise ValueError(f"{name} is {list(sizes)}, but must be integers of at least {low}")
+    check_integers_only(**{name: max(sizes)})
 
 
 def _check_relative(relative: Sequence[Tensor], size: Axes, head_dim: int) -> None:

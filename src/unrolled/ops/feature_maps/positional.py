@@ -49,7 +49,9 @@ class CosFormer(FeatureMap):
             raise ValueError("positions is None, but must be those of x: cosFormer weighs by distance")
         if may_read(positions) and bool((positions > self.max_length).any()):
             found = int(positions.max())
-            raise ValueError(f"positions go up to {found}, but max_length = {self.max_length} is the last")
+            raise ValueError(
+                f"positions go up to {found}, but must be at most max_length = {self.max_length}"
+            )
         features = self._wide("x", x).relu()
         if x.device != positions.device:
             raise ValueError(
