@@ -14,12 +14,23 @@ bool likelier(const Candidate& a, const Candidate& b) {
 
 bool earlier(const Candidate& a, const Candidate& b) { return a.token < b.token; }
 
-// How many of the candidates, the likeliest first, make up the share `p` of their probability.
-int64_t nucleus(const Candidate* x, int64_t n, double p) {
-    double total = 0, before = 0;
-    for (int64_t i = 0; i < n; ++i) total += std::exp(x[i].value - x[0].value);
-    int64_t kept = 0;
-    for (; kept < n && before < p; ++kept) before += std::exp(x[kept].value - x[0].value) / total;
+// How many of the candidates, the likeliest first, make up the share `p` of their probability. The largest
+// value is 0. Candidates are sorted only as far as they are needed: those within 2 of the largest, then those
+// within 4 and 8, then the rest.
+int64_t nucleus(Candidate* x, int64_t n, double p) {
+    double total = 0, before = 0, width = 2;
+    for (int64_t i = 0; i < n; ++i) total += std::exp(x[i].value);
+    int64_t kept = 0, sorted = 0;
+    for (; kept < n && before < p; ++kept) {
+        while (kept == sorted) {
+            Candidate* end =
+                std::partition(x + sorted, x + n, [=](const Candidate& c) { return c.value >= -width; });
+            std::sort(x + sorted, end, likelier);
+            sorted = end - x;
+            width = width < 8 ? 2 * width : INFINITY;  // -inf is within infinity too
+        }
+        before += std::exp(x[kept].value) / total;
+    }
     return kept;
 }
 
@@ -54,10 +65,7 @@ int64_t unrolled::draw(const Sampling& options, int64_t vocabulary, const float*
         n = options.top_k;
         std::nth_element(x, x + n - 1, x + vocabulary, likelier);
     }
-    if (options.top_p < 1) {
-        std::sort(x, x + n, likelier);
-        n = nucleus(x, n, options.top_p);
-    }
+    if (options.top_p < 1) n = nucleus(x, n, options.top_p);
     if (options.min_p > 0) {
         const double least = std::log(options.min_p);
         n = std::remove_if(x, x + n, [=](const Candidate& c) { return c.value < least; }) - x;

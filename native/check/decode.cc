@@ -161,9 +161,48 @@ void check_decode(int64_t width, int64_t rows, int32_t packing, int threads) {
             report.fail("drew no token");
 }
 
+// The token that `draw` must return for `top_p`, by sorting all tokens.
+int64_t expected_token(const Floats& logits, double p, double random) {
+    const size_t n = logits.size();
+    std::vector<size_t> order;
+    for (size_t i = 0; i < n; ++i) order.push_back(i);
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return logits[a] > logits[b]; });
+    const double most = logits[order[0]];
+    double total = 0, before = 0, sum = 0;
+    for (float x : logits) total += std::exp(x - most);
+    Doubles kept(n, 0), until;
+    for (size_t i = 0; i < n && before < p; ++i)
+        before += kept[order[i]] = std::exp(logits[order[i]] - most) / total;
+    for (double share : kept) until.push_back(sum += share);
+    return std::upper_bound(until.begin(), until.end(), random * sum) - until.begin();
+}
+
+void check_top_p(const Floats& logits) {
+    report.begin("top_p of %zu logits, the first %g", logits.size(), logits[0]);
+    std::vector<unrolled::Candidate> candidates(logits.size());
+    for (double p : {1e-9, 0.3, 0.9, 0.999, 1 - 0x1p-53})
+        for (double random : {0.0, 0.123, 0.4567, 0.98765, 0.9999991}) {
+            const int64_t token = unrolled::draw({1, p, 0, 1, INT64_MAX}, (int64_t)logits.size(),
+                                                 logits.data(), nullptr, random, candidates.data());
+            if (token != expected_token(logits, p, random)) report.fail("drew another token");
+        }
+}
+
 }  // namespace
 
 int main() {
+    for (int64_t n : {1, 7, 300})
+        for (float spread : {0.0f, 1.0f, 3.0f, 5.0f, 10.0f, 100.0f}) {
+            check_top_p(random_floats(n, -spread, spread));
+            Floats ties = random_floats(n, -spread, spread);
+            for (float& x : ties) x = std::round(x);
+            check_top_p(ties);
+        }
+    for (size_t n = 1; n < 60; ++n) {  // equal shares whose sum may round to less than `p`, and no others
+        Floats few(60, -INFINITY);
+        std::fill_n(few.end() - n, n, 0.0f);
+        check_top_p(few);
+    }
     for (int32_t packing : {FLOAT32_TILES, BFLOAT16_TILES, INT8_TILES, INT4_TILES})
         for (int64_t width : {1, 33, 64, 128})
             for (int64_t rows : {1, 2, 7, 30})

@@ -23,6 +23,7 @@ OPTIONS = {
     "one token": {"top_k": 1},
     "nucleus": {"top_p": 0.3, "num_samples": 2},
     "nucleus of all": {"top_p": 0.999999},
+    "nucleus of a sharp distribution": {"temperature": 0.05, "top_p": 0.999},
     "least": {"min_p": 0.1, "temperature": 2.0},
     "all": {"temperature": 1.5, "top_k": 30, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.3},
     "encouraged": {"repetition_penalty": 0.7},
