@@ -111,12 +111,16 @@ class FakeEngine:
         self.most, self.fails, self.stopping, self.alive = most, fails, False, True
         self.jobs: list[Job] = []
         self.runner = FakeRunner()
-        self.waiting = 0
+        self.waiting = self.prefix_bytes = 0
         self.runs: set[FakeRun] = set()
 
     @property
     def active(self) -> int:
         return sum(len(run.job.keys) for run in self.runs)
+
+    @property
+    def running_bytes(self) -> int:
+        return 1_000 * self.active
 
     def submit(self, job: Job) -> "FakeRun":
         if self.stopping:

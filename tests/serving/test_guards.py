@@ -224,7 +224,7 @@ def test_no_second_answer_follows_one_that_has_begun() -> None:
         messages.append(message)
 
     messages = list[Any]()
-    metrics = Metrics(lambda: 0, lambda: 0, lambda: 0)
+    metrics = Metrics(lambda: 0, lambda: 0, {})
     scope = {"type": "http", "method": "GET", "headers": []}
     with pytest.raises(ZeroDivisionError):  # the server closes the connection
         asyncio.run(Logged(app, metrics)(scope, send, send))  # type: ignore[arg-type]
@@ -245,7 +245,7 @@ def test_metrics_count_what_was_done() -> None:
         'unrolled_tokens_total{kind="drawn"} 32.0',
         "unrolled_waiting 0.0",
         "unrolled_rows 0.0",
-        "unrolled_state_bytes 4.0",
+        'unrolled_state_bytes{of="kept"} 4.0',
         "unrolled_first_token_seconds_count 2.0",
     ):
         assert line in text.splitlines()
@@ -258,9 +258,12 @@ def test_metrics_are_of_all_models_at_this_moment() -> None:
     first.waiting, second.waiting = 3, 1
     first.submit(Job([1], 1, keys=[0, 1]))
     second.submit(Job([1], 1, keys=[0, 1, 2]))
+    first.prefix_bytes, second.prefix_bytes = 30, 12
     lines = http.get("/metrics").text.splitlines()
     assert "unrolled_waiting 4.0" in lines
     assert "unrolled_rows 5.0" in lines
+    assert 'unrolled_state_bytes{of="running"} 5000.0' in lines
+    assert 'unrolled_state_bytes{of="prefixes"} 42.0' in lines
 
 
 def test_times_in_metrics_and_in_the_log_are_seconds_that_have_passed(

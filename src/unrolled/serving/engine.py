@@ -161,6 +161,16 @@ class Engine:
         """Number of continuations that are being drawn."""
         return self._writing.active
 
+    @property
+    def running_bytes(self) -> int:
+        """Memory in bytes that running jobs have reserved for their states."""
+        return self._used
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes of the states and tokens that are kept for other prompts."""
+        return self._prefixes.nbytes
+
     def state_bytes(self, tokens: int) -> int:
         """Bytes of the state of one sequence of that many tokens."""
         return self.runner.nbytes(tokens)

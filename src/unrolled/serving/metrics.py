@@ -1,6 +1,6 @@
 """Metrics of a running server, in the format of Prometheus."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -14,11 +14,15 @@ class Metrics:
     Args:
         waiting: returns the number of jobs in queues.
         active: returns the number of rows in use.
-        state_bytes: returns the bytes of states in memory.
+        state_bytes: functions that return the bytes of states in memory: "kept" by clients, of "running"
+            requests, and of "prefixes" of prompts.
     """
 
     def __init__(
-        self, waiting: Callable[[], int], active: Callable[[], int], state_bytes: Callable[[], int]
+        self,
+        waiting: Callable[[], int],
+        active: Callable[[], int],
+        state_bytes: Mapping[str, Callable[[], int]],
     ) -> None:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter(
@@ -27,7 +31,12 @@ class Metrics:
         self.cut = Counter(  # their status is 200, which was sent before
             "unrolled_cut_streams", "Streams that ended early, by reason.", ["reason"], registry=registry
         )
-        tokens = Counter("unrolled_tokens", "Tokens by what became of them.", ["kind"], registry=registry)
+        tokens = Counter(
+            "unrolled_tokens",
+            "Tokens that were read, not read again (cached), or drawn.",
+            ["kind"],
+            registry=registry,
+        )
         self.read = tokens.labels("read")
         self.cached = tokens.labels("cached")
         self.drawn = tokens.labels("drawn")
@@ -43,13 +52,17 @@ class Metrics:
             buckets=BLOCK_SECONDS,
             registry=registry,
         )
-        gauges = {
-            "unrolled_waiting": ("Jobs in queues.", waiting),
-            "unrolled_rows": ("Rows in use.", active),
-            "unrolled_state_bytes": ("Bytes of states in memory.", state_bytes),
-        }
-        for name, (meaning, value) in gauges.items():
-            Gauge(name, meaning, registry=registry).set_function(value)
+        Gauge("unrolled_waiting", "Jobs in queues.", registry=registry).set_function(waiting)
+        Gauge("unrolled_rows", "Rows in use.", registry=registry).set_function(active)
+        states = Gauge(
+            "unrolled_state_bytes",
+            "Bytes of states in memory: of those that clients keep (the cache of the store), reserved by "
+            "running requests, and of prefixes of prompts.",
+            ["of"],
+            registry=registry,
+        )
+        for of, value in state_bytes.items():
+            states.labels(of).set_function(value)
 
     def text(self) -> bytes:
         """Return all metrics in the text format of Prometheus."""

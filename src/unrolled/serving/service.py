@@ -40,7 +40,11 @@ class Service:
         self.metrics = Metrics(
             lambda: sum(engine.waiting for engine in engines),
             lambda: sum(engine.active for engine in engines),
-            lambda: self.states.nbytes,
+            {
+                "kept": lambda: self.states.nbytes,
+                "running": lambda: sum(engine.running_bytes for engine in engines),
+                "prefixes": lambda: sum(engine.prefix_bytes for engine in engines),
+            },
         )
 
     @classmethod
