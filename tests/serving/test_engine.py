@@ -622,6 +622,28 @@ def test_the_memory_of_a_job_is_that_of_all_its_continuations_and_of_what_its_st
     engine.drain(5)
 
 
+def test_memory_for_no_state_at_all_is_refused():
+    runner = PlanRunner(plan(decoder()))
+    with pytest.raises(ValueError, match=f"memory is 1000 bytes, but one state takes {runner.nbytes(1)}"):
+        Engine(runner, digest=DIGEST, memory=1000)
+
+
+def test_the_bytes_of_running_jobs_and_of_prefixes_are_known():
+    model = decoder()
+    engine, size = made(model), PlanRunner(plan(model)).nbytes(1)
+
+    async def go():
+        run = engine.submit(job(model, list(range(20)), 10**6, n=3))
+        await anext(aiter(run))
+        return run, engine.running_bytes
+
+    run, running = asyncio.run(go())
+    run.cancel()
+    engine.drain(5)
+    assert (running, engine.running_bytes) == (3 * size, 0)
+    assert size < engine.prefix_bytes < 3 * size
+
+
 def test_prompts_whose_states_never_fit_together_are_refused():
     model = decoder(**MODELS["softmax"])
     engine = made(model, queue=2, memory=PlanRunner(plan(model)).nbytes(2000))

@@ -74,6 +74,9 @@ class Engine:
     Attributes:
         counts: numbers of tokens so far that were "read", "cached" (not read again) and "drawn", and the
             number of "blocks" of drawing with the "seconds" that they took.
+
+    Raises:
+        ValueError: the memory is too small for any job.
     """
 
     def __init__(
@@ -88,6 +91,8 @@ class Engine:
         chunk: int = 256,
         threads: int | None = None,
     ) -> None:
+        if memory < (least := runner.nbytes(1)):
+            raise ValueError(f"memory is {memory} bytes, but one state takes {least}")
         self.runner, self.digest, self.chunk = runner, digest, chunk
         self.memory, self.queue = memory, queue
         self.counts = {"read": 0, "cached": 0, "drawn": 0, "blocks": 0, "seconds": 0.0}

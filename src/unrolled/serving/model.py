@@ -74,7 +74,7 @@ def open_model(
         deterministic: whether the tokens of a request must not depend, bit for bit, on other requests.
 
     Raises:
-        ValueError: the folder holds no such model.
+        ValueError: the folder holds no such model, or `limits` has no memory for a state.
         UnsupportedError: the model is not a recurrence, or is a Perceiver AR; or `weights` is given and no
             plan can run the model.
     """
