@@ -9,8 +9,8 @@ from commands import error, works
 from unrolled import demo_models
 from unrolled.data import Vocabulary
 from unrolled.decode import load_model, packed_form, plan
+from unrolled.folders import PLAN_FILE
 from unrolled.generation import generate
-from unrolled.models.saving import PLAN_FILE
 from unrolled.ops import native
 
 FOLDER = demo_models.path("text").parent

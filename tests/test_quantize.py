@@ -15,8 +15,8 @@ from unrolled.cli import _device, run_config
 from unrolled.cli.quantize import SAMPLE, _sample
 from unrolled.data import Vocabulary
 from unrolled.decode import load, plan
+from unrolled.folders import PLAN_FILE, WEIGHTS_FILE
 from unrolled.models import Encoder, EncoderConfig
-from unrolled.models.saving import PLAN_FILE, WEIGHTS_FILE
 from unrolled.ops import native
 from unrolled.training import TrainConfig
 
@@ -153,6 +153,23 @@ def test_refusals(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     printed = error("generate", tmp_path / "out", "--device", "cuda", "--prompt", "9")
     assert printed == "--device is cuda, but int8 weights run on the CPU"
     assert run("quantize", trained, "--weights", "int2").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("config.json", "is not a model's folder: it has no config.json"),
+        ("vocabulary.json", "is not a run of unrolled train: it has no vocabulary.json"),
+        (PLAN_FILE, f"has neither {WEIGHTS_FILE} nor {PLAN_FILE}"),
+    ],
+)
+def test_a_file_that_the_folder_lacks_is_named(
+    trained: Path, tmp_path: Path, lost: str, message: str
+) -> None:
+    out = tmp_path / "out"
+    works("quantize", trained, "--out", out)
+    (out / lost).unlink()
+    assert error("generate", out) == f"{out} {message}"
 
 
 def test_the_folder_holds_one_model_whatever_it_held_before(trained: Path, tmp_path: Path) -> None:

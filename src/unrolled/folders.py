@@ -11,6 +11,15 @@ from unrolled.files import system_errors
 RUN_FILE = "run.yaml"
 """The file of a run that has all its settings."""
 
+CONFIG_FILE = "config.json"
+"""The file of a model that names its kind and has its config."""
+
+WEIGHTS_FILE = "model.safetensors"
+"""The file of a model's weights."""
+
+PLAN_FILE = "plan.safetensors"
+"""The file of the packed weights that `unrolled.decode` saves; a folder has it instead of `WEIGHTS_FILE`."""
+
 TEMPLATE_FILE = "chat_template.jinja"
 """The file that says how the messages of a chat become one text, as in folders of transformers."""
 
@@ -58,7 +67,8 @@ def check_file(file: Path, made_before: Callable[[], bool] = lambda: False, *, f
 
 def incomplete(folder: Path, kind: str, file_name: str) -> str:
     """Say in one sentence why a folder, which should be `kind`, lacks a file of a finished model."""
-    if (folder / RUN_FILE).exists():
+    begun = any((folder / name).exists() for name in (CONFIG_FILE, WEIGHTS_FILE, PLAN_FILE))
+    if (folder / RUN_FILE).exists() and not begun:
         return (
             f"{folder} holds no model yet: its training has not been evaluated; repeat its command, "
             "or set a smaller train.eval_every"

@@ -18,8 +18,8 @@ from unrolled.data import Vocabulary
 from unrolled.decode import load, load_model, plan, saving
 from unrolled.decode.packing import PACKINGS
 from unrolled.files import add_digest, read_header
+from unrolled.folders import PLAN_FILE
 from unrolled.models import Decoder
-from unrolled.models.saving import PLAN_FILE
 from unrolled.ops import native
 
 if not native.available():

@@ -10,8 +10,8 @@ from torch import nn
 from unrolled.data import Vocabulary
 from unrolled.decode import load, load_model, packed_form, plan
 from unrolled.decode.packing import PACKINGS, TILE, rounded
+from unrolled.folders import PLAN_FILE
 from unrolled.models import Decoder
-from unrolled.models.saving import PLAN_FILE
 from unrolled.ops import native
 
 if not native.available():

@@ -41,8 +41,14 @@ def quantize(
     """
     from unrolled.cli._models import load_for
     from unrolled.decode import packed_form, plan
-    from unrolled.folders import RUN_FILE, TEMPLATE_FILE, check_folder, writing_folder
-    from unrolled.models.saving import PLAN_FILE, WEIGHTS_FILE
+    from unrolled.folders import (
+        PLAN_FILE,
+        RUN_FILE,
+        TEMPLATE_FILE,
+        WEIGHTS_FILE,
+        check_folder,
+        writing_folder,
+    )
 
     if packed_form(run_dir) is not None:
         raise ValueError(f"{run_dir} holds packed weights, in {PLAN_FILE}, but must hold {WEIGHTS_FILE}")

@@ -25,10 +25,10 @@ from unrolled.cli import recipes
 from unrolled.cli._device import choose
 from unrolled.fields import field_types
 from unrolled.files import write_file
-from unrolled.folders import RUN_FILE
+from unrolled.folders import CONFIG_FILE, PLAN_FILE, RUN_FILE, WEIGHTS_FILE
 from unrolled.models import KINDS
 from unrolled.models.config import ModelConfig
-from unrolled.models.saving import CONFIG_FILE, PLAN_FILE, WEIGHTS_FILE, SavedModel
+from unrolled.models.saving import SavedModel
 from unrolled.training import TrainConfig, checkpoint
 from unrolled.training.memory import machine_bytes
 

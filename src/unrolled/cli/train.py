@@ -107,8 +107,7 @@ def train(
     from unrolled.cli import run_config
     from unrolled.cli._device import choose
     from unrolled.cli._wandb import ID_FILE, Tracker
-    from unrolled.folders import RUN_FILE, check_folder, contents
-    from unrolled.models.saving import PLAN_FILE, WEIGHTS_FILE
+    from unrolled.folders import PLAN_FILE, RUN_FILE, WEIGHTS_FILE, check_folder, contents
     from unrolled.training.processes import joined
 
     training.keep_freed_memory()

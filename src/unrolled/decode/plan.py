@@ -25,9 +25,9 @@ from unrolled.decode.models import program
 from unrolled.decode.packing import PACKINGS, Weights
 from unrolled.decode.program import MOST_POSITIONS, Program
 from unrolled.decode.request import OnToken, Options, Prompts, Request
+from unrolled.folders import PLAN_FILE
 from unrolled.models import Decoder, DecoderConfig, DecoderState
 from unrolled.models.checks import check_ids
-from unrolled.models.saving import PLAN_FILE
 from unrolled.ops import native
 from unrolled.ops.checks import check_key_padding_mask, wrong
 from unrolled.ops.dispatch import prefers

@@ -16,16 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from unrolled.decode.packing import LAYOUT, PACKINGS, Weights
 from unrolled.files import DIGEST_KEY, PADDING_KEY, load_tensors, read_header
+from unrolled.folders import CONFIG_FILE, PLAN_FILE
 from unrolled.models import Decoder
-from unrolled.models.saving import (
-    CONFIG_FILE,
-    PLAN_FILE,
-    build,
-    check_tensors,
-    read_config,
-    read_json,
-    save_folder,
-)
+from unrolled.models.saving import build, check_tensors, read_config, read_json, save_folder
 
 if TYPE_CHECKING:
     from unrolled.decode.plan import Plan

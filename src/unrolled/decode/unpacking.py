@@ -8,9 +8,10 @@ from unrolled import models
 from unrolled.decode import saving
 from unrolled.decode.builder import MOST_INPUTS
 from unrolled.decode.packing import Weights, check_packed, unpack
+from unrolled.folders import PLAN_FILE, WEIGHTS_FILE
 from unrolled.models import Decoder
 from unrolled.models.heads import Categorical
-from unrolled.models.saving import PLAN_FILE, WEIGHTS_FILE, SavedModel
+from unrolled.models.saving import SavedModel
 
 
 def packed_form(path: str | Path) -> Weights | None:

@@ -12,13 +12,10 @@ from torch import nn
 
 from unrolled.contract import UnsupportedError
 from unrolled.files import load_tensors, read_header, save_tensors, write_file
-from unrolled.folders import incomplete
+from unrolled.folders import CONFIG_FILE, PLAN_FILE, WEIGHTS_FILE, incomplete
 from unrolled.models._budget import OverBudgetError, budget
 from unrolled.models.config import ModelConfig
 
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
-PLAN_FILE = "plan.safetensors"  # instead of the weights file, in the folders of `unrolled.decode`
 Config = TypeVar("Config", bound=ModelConfig)
 Model = TypeVar("Model", bound="SavedModel")
 
@@ -72,7 +69,9 @@ class SavedModel(nn.Module):
                 f"{path} holds a model of kind {name!r}, but must hold one of kind {cls.model_name!r}"
             )
         weights = folder / WEIGHTS_FILE
-        if not weights.exists() and (folder / PLAN_FILE).exists():
+        if not weights.exists():
+            if not (folder / PLAN_FILE).exists():
+                raise ValueError(f"{path} has neither {WEIGHTS_FILE} nor {PLAN_FILE}")
             raise ValueError(
                 f"{path} holds packed weights, in {PLAN_FILE}, but must hold {WEIGHTS_FILE}; "
                 "unrolled.decode.load_model reads both"

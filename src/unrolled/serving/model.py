@@ -15,9 +15,9 @@ from unrolled.decode import Plan, load, load_model, packed_form, plan
 from unrolled.decode.packing import LAYOUT, Weights
 from unrolled.decode.saving import VERSION, Unfilled
 from unrolled.files import file_digest, read_object
+from unrolled.folders import CONFIG_FILE, PLAN_FILE, WEIGHTS_FILE
 from unrolled.models import Decoder, PerceiverAR
 from unrolled.models.language_model import LanguageModel
-from unrolled.models.saving import CONFIG_FILE, PLAN_FILE, WEIGHTS_FILE
 from unrolled.ops import native
 from unrolled.serving.engine import Engine, Limits
 from unrolled.serving.runner import PlanRunner, Runner

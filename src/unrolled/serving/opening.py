@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator
 
 from unrolled.decode.packing import Weights
-from unrolled.models.saving import CONFIG_FILE
+from unrolled.folders import CONFIG_FILE
 from unrolled.serving.engine import Limits
 from unrolled.serving.model import Served, open_model
 from unrolled.serving.settings import Settings, read_keys

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from unrolled.contract import IGNORED, UnsupportedError
+from unrolled.folders import CONFIG_FILE
 from unrolled.interop.hf import digest
 from unrolled.interop.hf.config import UnrolledConfig
 from unrolled.interop.hf.hub import folder_of
 from unrolled.models import Decoder, Encoder
-from unrolled.models.saving import CONFIG_FILE
 from unrolled.ops.masks import any_padding
 
 Output = TypeVar("Output", bound=ModelOutput)

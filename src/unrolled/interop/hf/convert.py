@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from unrolled.contract import UnsupportedError
 from unrolled.data import Vocabulary, byte_letters
 from unrolled.files import read_object
+from unrolled.folders import CONFIG_FILE
 from unrolled.interop.copying import refuse_adapters
 from unrolled.interop.hf._model import UnrolledPreTrainedModel
 from unrolled.interop.hf.causal_lm import UnrolledForCausalLM
@@ -20,7 +21,7 @@ from unrolled.interop.hf.masked_lm import UnrolledForMaskedLM
 from unrolled.interop.hf.model import UnrolledModel
 from unrolled.interop.hf.sequence_classification import UnrolledForSequenceClassification
 from unrolled.models import Decoder, Encoder, PerceiverAR
-from unrolled.models.saving import CONFIG_FILE, SavedModel
+from unrolled.models.saving import SavedModel
 
 END = "<|end|>"
 CLASSES = (UnrolledForCausalLM, UnrolledForMaskedLM, UnrolledForSequenceClassification, UnrolledModel)

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unrolled.files import add_digest, check_digest, write_file
-from unrolled.models.saving import CONFIG_FILE, read_json
+from unrolled.folders import CONFIG_FILE
+from unrolled.models.saving import read_json
 
 # Fields of a config that do not affect the outputs of a model, and may be edited after saving.
 FREE = ("_name_or_path", "auto_map", "id2label", "label2id", "transformers_version")
