@@ -10,7 +10,7 @@ import torch
 from commands import error, run, works
 from torch import nn
 
-from unrolled import data, models
+from unrolled import data, models, training
 from unrolled.cli import _device, run_config
 from unrolled.cli.quantize import SAMPLE, _sample
 from unrolled.data import Vocabulary
@@ -61,6 +61,14 @@ def test_it_writes_a_plan_and_prints_what_it_costs(trained: Path) -> None:
     assert load(out).weights == "int4"
     assert {x.name for x in out.iterdir()} == {"config.json", "run.yaml", "vocabulary.json", PLAN_FILE}
     assert (out / "run.yaml").read_bytes() == (trained / "run.yaml").read_bytes()
+
+
+def test_no_loss_is_not_negative(monkeypatch: pytest.MonkeyPatch, trained: Path, tmp_path: Path) -> None:
+    losses = iter([1.000001, 1.0])
+    monkeypatch.setattr(
+        training, "evaluate_positions", lambda *_: [SimpleNamespace(loss=next(losses), targets=7)]
+    )
+    assert "in int8: +0.0000, over" in works("quantize", trained, "--out", tmp_path / "out").stdout
 
 
 def test_the_folder_generates_what_the_plan_does(trained: Path, tmp_path: Path) -> None:

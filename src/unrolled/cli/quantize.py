@@ -132,5 +132,5 @@ def _compare(run: "Run", model: "Decoder", planned: "Plan") -> None:
     before, after = (score.loss for score in scores)
     typer.echo(
         f"validation loss {before:.4f} nats/token in fp32, {after:.4f} in {planned.weights}: "
-        f"{after - before:+.4f}, over all {scores[0].targets:,} targets"
+        f"{after - before:+z.4f}, over all {scores[0].targets:,} targets"
     )
