@@ -30,7 +30,7 @@ def address(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> str:
         case "memory":
             return "memory:"
         case "sqlite":
-            return f"sqlite:{tmp_path}/new/states.db"
+            return f"sqlite:{tmp_path}/states.db"
         case "file":
             return f"file://{tmp_path}/new"
         case "s3":

@@ -20,10 +20,11 @@ KEY = "a" * 64
 
 def test_a_path_is_a_sqlite_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
     for address, file in (
         ("a.db", "a.db"),
         ("sqlite:b.db", "b.db"),
-        ("sqlite:new/c d.db", "new/c d.db"),
+        ("sqlite:folder/c d.db", "folder/c d.db"),
         (f"{tmp_path}/e:f.db", "e:f.db"),
     ):
         store = open_store(address)
@@ -32,6 +33,13 @@ def test_a_path_is_a_sqlite_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         store.close()
         assert (tmp_path / file).is_file()
     assert type(open_store("memory:")) is MemoryStore
+
+
+def test_no_folder_is_made_for_a_sqlite_file(tmp_path: Path) -> None:
+    file = tmp_path / "none" / "states.sqlite"
+    with pytest.raises(FileNotFoundError, match=f"{file} cannot be made: there is no folder {file.parent}"):
+        open_store(str(file))
+    assert not file.parent.exists()
 
 
 @pytest.mark.parametrize(

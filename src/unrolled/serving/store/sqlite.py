@@ -68,7 +68,7 @@ class SqliteStore:
     use of a value is noted at most once a minute, or 20 times in `ttl`, so a value may stay that much longer.
 
     Args:
-        path: the file; the file and its folder are made if needed.
+        path: the file, which is made if needed, in a folder that exists.
         state_bytes, ttl: as in `open_store`.
         now: a clock in seconds that all processes share.
 
@@ -89,7 +89,8 @@ class SqliteStore:
         self._lock = (
             threading.Lock()
         )  # one connection for all threads: its calls take less than a millisecond
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"{path} cannot be made: there is no folder {path.parent}")
         with self._errors():
             self._db = sqlite3.connect(path, timeout=WAIT, isolation_level=None, check_same_thread=False)
             try:
