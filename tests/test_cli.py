@@ -366,6 +366,8 @@ def test_a_damaged_vocabulary_is_named(copied: Path) -> None:
         ("generate {trained} --prompt 5€", "the text has '€', which the vocabulary of 26 characters"),
         ("generate {trained} --prompt=", "--prompt is empty, but must have a token"),
         ("generate {trained} --prompt=\udcff", "--prompt is not valid UTF-8"),
+        ("generate {trained} --stop=\udcff", "--stop is not valid UTF-8"),
+        ("generate {trained} --stop=", "--stop is empty, but must be a text"),
         ("generate {trained} --out x.png", "--out is for images"),
         ("generate {trained} --data-dir x", "--data-dir is for images"),
         (

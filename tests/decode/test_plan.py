@@ -412,6 +412,8 @@ def test_wrong_input_is_one_sentence():
     with pytest.raises(ValueError, match=r"weights is \['int8'\], but must be one of"):
         plan(model, ["int8"])
     p = plan(model)
+    with pytest.raises(TypeError, match=r"generate\(\) got an unexpected keyword argument 'top_n'"):
+        p.generate([[1]], 5, top_n=3)
     with pytest.raises(ValueError, match="batch_size is -1, but must be at least 0"):
         p.init_state(-1)
     with pytest.raises(ValueError, match=r"key_padding_mask has dtype torch\.int64, but must be torch\.bool"):

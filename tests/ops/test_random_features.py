@@ -130,7 +130,7 @@ def test_what_was_read_before_a_redraw_is_refused(monkeypatch):
             "rows is 'gaussian', but must be one of orthogonal, regularised, independent",
         ),
         ((1, 5, 3, "orthogonal", -1), "seed is -1, but must be at least 0"),
-        ((1, 5, 3, "orthogonal", 2**63), r"but must be an integer of 64 bits"),
+        ((1, 5, 3, "orthogonal", 2**63), r"but must be below 2\^63"),
     ],
 )
 def test_wrong_arguments(arguments, message):

@@ -117,10 +117,7 @@ def generate(
         if not prompt:
             given = "missing" if prompt is None else "empty"
             raise ValueError(f"--prompt is {given}, but must have a token: this model has no start symbol")
-        try:
-            prompt.encode()
-        except UnicodeEncodeError:  # the shell passed on bytes that are not UTF-8
-            raise ValueError("--prompt is not valid UTF-8") from None
+        _check_utf8("--prompt", prompt)
         ids = vocabulary.encode(prompt)
         _write(vocabulary, draw, prompt, ids, _room(model, ids, tokens), num_samples, stop or [])
     else:
@@ -140,6 +137,14 @@ def generate(
             told = f"{len(originals)} images, each completed {count} times,"
         _sheets.write(images, model.config.vocab_size, sheet)
         typer.echo(f"{told} in {sheet}", err=True)
+
+
+def _check_utf8(option: str, text: str) -> None:
+    """Refuse a text for which the shell passed on bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{option} is not valid UTF-8") from None
 
 
 def _folder(run_dir: Path | None, demo: bool, out: Path | None) -> Path:
@@ -230,10 +235,12 @@ def _write(
     stop: list[str],
 ) -> None:
     """Print each sample after its prompt: a single one as it is generated, several with separators."""
+    for text in stop:
+        if not text:
+            raise ValueError("--stop is empty, but must be a text")
+        _check_utf8("--stop", text)
     if vocabulary.kind == "tokenizer":  # a stop text may begin and end within tokens
         stops, texts = [] if vocabulary.end is None else [[vocabulary.end]], stop
-        if "" in stop:
-            raise ValueError("--stop is empty, but must be a text")
     else:
         stops, texts = [vocabulary.encode(text) for text in stop], []
     draw([ids], 0, stop=stops)  # rejects invalid options before anything is printed

@@ -90,7 +90,10 @@ class Request(NamedTuple):
 
         Raises:
             ValueError: one is out of range, or a prompt is empty and the model has no start symbol.
+            TypeError: an option is unknown.
         """
+        if unknown := sorted(options.keys() - Options.__annotations__.keys()):
+            raise TypeError(f"generate() got an unexpected keyword argument {unknown[0]!r}")
         vocab_size = int(config.vocab_size)
         stops = stop_sequences(options.pop("stop", None), vocab_size)
         num_samples, seed = options.pop("num_samples", 1), options.pop("seed", None)
@@ -188,7 +191,7 @@ def random_keys(seed: int | None, n_prompts: int, num_samples: int) -> Tensor:
     """Return the random stream of each continuation, determined by (seed, prompt, sample).
 
     Args:
-        seed: at least 0; None draws one from the system.
+        seed: at least 0 and below 2^63; None draws one from the system.
         n_prompts: number of prompts.
         num_samples: continuations of each.
 
@@ -196,7 +199,7 @@ def random_keys(seed: int | None, n_prompts: int, num_samples: int) -> Tensor:
         [n_prompts * num_samples] int64, those of one prompt side by side.
 
     Raises:
-        ValueError: the seed is not an integer of at least 0.
+        ValueError: the seed is not such an integer.
     """
     if seed is not None:
         check_integers(0, seed=seed)

@@ -67,7 +67,7 @@ def generate(
         stop: one token id, or several, each an id or a sequence of ids. A row ends once its new tokens
             end with one of them.
         num_samples: continuations per prompt.
-        seed: an integer of at least 0; None takes a random one from the operating system.
+        seed: an integer of at least 0 and below 2^63; None takes a random one from the operating system.
         weights: run a plan with weights in this form; see `unrolled.decode.plan`. None for a plan in fp32
             where it is faster, and for the model itself elsewhere.
         on_token: called as `on_token(row, token_id)` for each new token; returning False ends the row.

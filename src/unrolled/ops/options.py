@@ -27,7 +27,8 @@ def check_integers_only(**sizes: object) -> None:
         if type(n) is not int:
             raise ValueError(f"{name} is {n!r}, but must be an integer")
         if n.bit_length() >= BITS:
-            raise ValueError(f"{name} is {n}, but must be an integer of {BITS} bits")
+            limit = f"below 2^{BITS - 1}" if n > 0 else f"above -2^{BITS - 1}"
+            raise ValueError(f"{name} is {n}, but must be {limit}")
 
 
 def at_least(low: int, name: str, size: int) -> int:
