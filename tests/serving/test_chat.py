@@ -38,6 +38,13 @@ def test_a_conversation_is_answered() -> None:
     assert found["usage"]["completion_tokens"] == 5
 
 
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_a_choice_among_no_tools_is_accepted(choice: str) -> None:
+    fields = {"tool_choice": choice, "parallel_tool_calls": True, "tools": []}
+    answer = client(talking(FakeEngine())).post(CHAT, json={"model": "book", "messages": HELLO, **fields})
+    assert answer.status_code == 200
+
+
 def test_a_stream_begins_with_the_role() -> None:
     engine = FakeEngine(script=list(b"hello"), block=2)
     options = {"max_tokens": 5, "stream_options": {"include_usage": True}, "n": 2}

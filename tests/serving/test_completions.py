@@ -50,6 +50,21 @@ def test_every_option_reaches_the_engine() -> None:
     assert (job.limit, job.logprobs, job.keep, job.client) == (7, 2, False, "testclient")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": 0, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "suffix": ""},
+        {"top_k": -1, "n": 2, "best_of": 2},
+        {"stream": True, "stream_options": {"include_obfuscation": False}},
+    ],
+)
+def test_fields_that_change_nothing_are_accepted(fields: dict[str, Any]) -> None:
+    engine = FakeEngine()
+    answer = client(served(engine)).post("/v1/completions", json={"model": "book", "prompt": "a", **fields})
+    assert answer.status_code == 200
+    assert engine.jobs[0].sampling.top_k is None
+
+
 def test_several_prompts_in_any_form_and_several_samples() -> None:
     http = client()
     found = post(http, prompt=["ab", "c"], n=2, seed=5, max_tokens=3)["choices"]

@@ -68,7 +68,7 @@ def talking(engine: Any = None, **changes: Any) -> Any:
             "repetition_penalty: input should be greater than or equal to 0.000001",
         ),
         ({"top_p": 0}, "top_p", "top_p: input should be greater than 0"),
-        ({"top_k": 0}, "top_k", "top_k: input should be greater than or equal to 1"),
+        ({"top_k": -2}, "top_k", "top_k: input should be greater than or equal to -1"),
         ({"n": 129}, "n", "n: input should be less than or equal to 128"),
         ({"seed": 2**63}, "seed", "seed: input should be less than 9223372036854775808"),
         ({"stop": ""}, "stop", "stop must be a text of 1 to 1,000 characters, or a list of up to 16"),
@@ -83,6 +83,11 @@ def talking(engine: Any = None, **changes: Any) -> Any:
             {"stream": True, "stream_options": {"x": 1}},
             "stream_options.x",
             "stream_options.x is not a known field",
+        ),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+            "include_obfuscation is not supported, and must be left out or False",
         ),
         (
             {"frequency_penalty": 0.5},
@@ -129,9 +134,9 @@ def test_completions(body: dict[str, Any], param: str, message: str) -> None:
         ),
         ({"tools": [{}]}, "tools", "tools is not supported, and must be left out or []"),
         (
-            {"tool_choice": "auto"},
+            {"tool_choice": "required"},
             "tool_choice",
-            "tool_choice is not supported, and must be left out or 'none'",
+            "tool_choice is not supported, and must be left out, 'none' or 'auto'",
         ),
         (
             {"response_format": {"type": "json_object"}},

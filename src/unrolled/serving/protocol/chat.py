@@ -58,9 +58,10 @@ class ChatRequest(TextContinuation):
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
     tools: list[Any] | None = neutral([])
-    tool_choice: Any = neutral("none")
+    tool_choice: Any = neutral("none", "auto")
+    parallel_tool_calls: bool | None = Field(None, description="has no effect: there are no tools")
     functions: list[Any] | None = neutral([])
-    function_call: Any = neutral("none")
+    function_call: Any = neutral("none", "auto")
     response_format: ResponseFormat | None = None
     modalities: list[str] | None = neutral(["text"])
     audio: dict[str, Any] | None = neutral({})

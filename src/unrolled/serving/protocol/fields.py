@@ -1,5 +1,6 @@
 """The fields that all requests to continue a sequence share."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
@@ -23,10 +24,14 @@ StopText = Annotated[str, StringConstraints(min_length=1, max_length=1_000)]
 Stops = StopText | Annotated[list[StopText], Field(max_length=16)]
 
 
-def neutral(value: int | str | list[JsonValue] | dict[str, JsonValue]) -> Any:
-    """Return the default of a field that is not supported: it may only be left out, null or this value."""
-    described = f"must be left out or {value!r}"
-    return Field(None, description=described, json_schema_extra={"enum": [value, None]})
+def neutral(*values: bool | int | str | list[JsonValue] | dict[str, JsonValue]) -> Any:
+    """Return the default of a field that is not supported: it may only be left out, null or a given value."""
+    return Field(None, description=_left_out(values), json_schema_extra={"enum": [*values, None]})
+
+
+def _left_out(values: Sequence[object]) -> str:
+    *first, last = ["left out", *map(repr, values)]
+    return f"must be {', '.join(first)} or {last}"
 
 
 class Body(BaseModel):
@@ -40,7 +45,7 @@ class Body(BaseModel):
             extra = field.json_schema_extra
             allowed = extra.get("enum") if isinstance(extra, dict) else None
             if isinstance(allowed, list) and getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is not supported, and must be left out or {allowed[0]!r}")
+                raise ValueError(f"{name} is not supported, and {_left_out(allowed[:-1])}")
         return self
 
 
@@ -51,7 +56,7 @@ class Continuation(Body):
     n: Count | None = Field(None, description="continuations of each prompt; by default 1")
     temperature: Annotated[float, Field(ge=0)] | None = Field(None, description="0 is greedy; by default 1")
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description="0 and -1 keep all tokens")
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
     state: StateId | None = Field(None, description="the id of a state to continue")
@@ -61,7 +66,8 @@ class Continuation(Body):
 
     def sampling(self) -> Sampling:
         """Return how tokens are drawn."""
-        return Sampling(1.0 if self.temperature is None else float(self.temperature), self.top_k, self.top_p)
+        top_k = self.top_k if self.top_k is not None and self.top_k > 0 else None
+        return Sampling(1.0 if self.temperature is None else float(self.temperature), top_k, self.top_p)
 
 
 class StreamOptions(Body):
@@ -69,6 +75,7 @@ class StreamOptions(Body):
 
     include_usage: bool | None = Field(None, description="end with a chunk that has the usage")
     continuous_usage_stats: bool | None = Field(None, description="have the usage in every chunk, as in vLLM")
+    include_obfuscation: bool | None = neutral(False)
 
 
 class TextContinuation(Continuation):
@@ -78,7 +85,9 @@ class TextContinuation(Continuation):
     max_completion_tokens: Tokens | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-6)] | None = Field(
-        None, description="for tokens of the prompt and new ones, but not for those that a state has read"
+        None,
+        description="above 1, makes tokens of this prompt and answer less likely; tokens that `state` has "
+        "read do not count",
     )  # logits are divided by it: from 1e-6 on, they do not become infinite
     stop: Stops | None = None
     ignore_eos: bool | None = Field(None, description="do not end at a token that ends a text")
