@@ -400,6 +400,7 @@ def test_tokens() -> None:
 def test_a_server_that_stops_is_not_ready() -> None:
     http = client()
     assert http.get("/ready").json() == {"status": "ready"}
+    assert [http.head(path).status_code for path in ("/health", "/ready")] == [200, 200]
     http.app.state.service.ready = False  # type: ignore[attr-defined]
     assert error(http.get("/ready"), 503)["code"] == "stopping"
     assert http.get("/health").json() == {"status": "ok"}

@@ -12,6 +12,7 @@ FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @router.get("/health", responses=answers(Health))
+@router.head("/health", include_in_schema=False)
 async def health(request: Request) -> Response:
     """Report whether the engines run; if one has ended, the process must be restarted."""
     stopped = [served.name for served in service_of(request).models.values() if not served.engine.alive]
@@ -21,6 +22,7 @@ async def health(request: Request) -> Response:
 
 
 @router.get("/ready", responses=answers(Health))
+@router.head("/ready", include_in_schema=False)
 async def ready(request: Request) -> Response:
     """Report whether the server accepts requests, which it does not while it stops."""
     if not service_of(request).ready:
