@@ -366,6 +366,15 @@ def test_unknown_addresses_and_methods() -> None:
     assert http.post("/").headers["allow"] == "GET"
 
 
+@pytest.mark.parametrize(("encoding", "status"), [("identity", 200), ("gzip", 415), ("br, GZIP", 415)])
+def test_compressed_bodies(encoding: str, status: int) -> None:
+    headers = {"content-encoding": encoding}
+    answer = client().post(COMPLETIONS, json={"model": "book", "prompt": "a"}, headers=headers)
+    assert answer.status_code == status
+    if status == 415:
+        assert error(answer, 415)["message"] == "content-encoding is not supported"
+
+
 def test_large_bodies() -> None:
     states = FakeStates()
     http = client(body_bytes=1_000, upload_bytes=2_000, states=states)

@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import pytest
@@ -87,6 +89,18 @@ def test_slow_headers_and_bodies_are_closed(address: str) -> None:
         assert 0.3 < took < 3
         assert found.startswith(b"HTTP/1.1 408")
         assert b'"slow_body"' in found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [5_000_000, 19_000_000])
+def test_a_client_that_sends_too_much_gets_an_answer(address: str, size: int) -> None:
+    """Clients such as this one look for the answer once they have sent everything."""
+    for declared in (True, False):
+        connection = HTTPConnection(address.removeprefix("http://"))
+        body: Any = bytes(size) if declared else iter([bytes(2**16)] * (size // 2**16))
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        assert connection.getresponse().status == 413
+        connection.close()
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from unrolled.serving.settings import LOOPBACK, Settings
 OPEN = ("/", "/health", "/ready")
 OPEN_FOLDER = "/page/"
 STATES = "/v1/states/"
+DROPPED = 16 * 2**20  # bytes above the limit that are still read: clients look for an answer once all is sent
 
 
 class LocalHosts:
@@ -104,7 +105,9 @@ class Keys:
 
 
 class Bodies:
-    """Refuses bodies that are too large (413) or come too slowly (408), and closes their connections.
+    """Refuses bodies that are compressed (415), too large (413) or too slow (408).
+
+    The connections of large and slow bodies are closed.
 
     Args:
         app: the app that answers.
@@ -119,30 +122,35 @@ class Bodies:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        settings = self._settings
+        settings, headers = self._settings, Headers(scope=scope)
+        if headers.get("content-encoding", "identity").lower() != "identity":
+            error = ApiError(415, "content-encoding is not supported", param="content-encoding")
+            await error.response()(scope, receive, send)
+            return
         most = settings.upload_bytes if scope["path"].startswith(STATES) else settings.body_bytes
-        declared = Headers(scope=scope).get("content-length", "")
+        declared = headers.get("content-length", "")
         began, size, whole = time.monotonic(), 0, False
 
         async def receive_checked() -> Message:
             nonlocal size, whole
             if whole:
                 return await receive()  # returns when the client goes away
-            if declared.isdecimal() and int(declared[:20]) > most:
-                raise _too_large(most)
-            left = began + settings.body_seconds + size / 2**20 - time.monotonic()
-            try:
-                message = await asyncio.wait_for(receive(), max(left, 0))
-            except TimeoutError:
-                raise ApiError(
-                    408, "the body came too slowly", code="slow_body", headers={"connection": "close"}
-                ) from None
-            if message["type"] == "http.request":
+            expected = int(declared[:20]) if declared.isdecimal() else 0
+            while not whole and max(size, expected) <= most + DROPPED:
+                left = began + settings.body_seconds + size / 2**20 - time.monotonic()
+                try:
+                    message = await asyncio.wait_for(receive(), max(left, 0))
+                except TimeoutError:
+                    raise ApiError(
+                        408, "the body came too slowly", code="slow_body", headers={"connection": "close"}
+                    ) from None
+                if message["type"] != "http.request":
+                    return message
                 size += len(message.get("body", b""))
                 whole = not message.get("more_body", False)
-            if size > most:
-                raise _too_large(most)
-            return message
+                if max(size, expected) <= most:
+                    return message
+            raise _too_large(most)
 
         await self._app(scope, receive_checked, send)
 
