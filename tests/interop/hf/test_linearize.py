@@ -19,6 +19,7 @@ from unrolled import attention
 from unrolled.attention.retention import log_gamma, retention_reference
 from unrolled.contract import UnsupportedError
 from unrolled.interop import hf
+from unrolled.interop.hf import digest
 from unrolled.interop.hf.linearized_attention import LinearizedAttention, padding_of
 from unrolled.ops.state import leaves
 from unrolled.testing._kit import assert_identical, with_gradients
@@ -285,6 +286,19 @@ def test_a_saved_model_is_read_back_bit_for_bit(name, tmp_path):
     read = hf.load_linearized(tmp_path)
     assert type(read) is type(model)
     assert torch.equal(logits(read, given), logits(model, given))
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": "20KB"}])
+def test_only_the_weights_of_the_last_save_are_loaded(options, tmp_path):
+    model, others = hf.linearize(make("llama")), hf.linearize(make("llama"))
+    torch.nn.init.normal_(others.lm_head.weight)
+    others.save_pretrained(tmp_path, **({} if options else {"max_shard_size": "20KB"}))
+    others.save_pretrained(tmp_path, variant="v2")
+    model.save_pretrained(tmp_path, **options)
+    digest.seal(tmp_path)
+    assert torch.equal(hf.load_linearized(tmp_path).lm_head.weight, model.lm_head.weight)
+    (tmp_path / "model.v2.safetensors").write_bytes(b"damaged")
+    hf.load_linearized(tmp_path)
 
 
 def test_transformers_refuses_a_saved_model_rather_than_make_a_softmax_model(tmp_path):

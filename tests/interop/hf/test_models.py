@@ -138,6 +138,21 @@ def test_shards_replace_the_file_of_an_earlier_save(tmp_path):
         assert all(torch.equal(x, read[name]) for name, x in model.state_dict().items())
 
 
+def test_the_digest_of_a_save_covers_only_the_files_it_wrote(tmp_path):
+    model = make("linear").float()
+    model.save_pretrained(tmp_path)
+    for options in ({}, {"max_shard_size": "2KB"}):
+        model.half().save_pretrained(tmp_path, variant="fp16", **options)
+        read = partial(hf.UnrolledForCausalLM.from_pretrained, tmp_path)
+        assert same_weights(read(variant="fp16"), model)
+        assert same_weights(read(dtype=torch.float32), make("linear").float())
+    make("softmax").save_pretrained(tmp_path, variant="other")
+    assert read(variant="other").config.attention == "softmax"
+    for variant in (None, "fp16"):
+        with pytest.raises(ValueError, match=r"or config.json was changed after it was saved"):
+            read(variant=variant)
+
+
 def test_layers_that_share_weights_survive_saving(ids, tmp_path):
     options = {"linformer": {"max_length": 16, "rank": 4, "sharing": "layerwise"}}
     model = make("linformer", hf.UnrolledForMaskedLM, attention_options=options)
@@ -309,7 +324,7 @@ def test_what_is_pushed_to_a_hub_is_complete(tmp_path, monkeypatch):
     model.model.documents = {"vocabulary.json": {"kind": "ids"}}
 
     def push(self, repo_id, **options):
-        assert digest.check(tmp_path / "book") == self.model.documents
+        assert digest.check(digest.weights_files(tmp_path / "book")) == self.model.documents
         pushed.append((repo_id, options))
 
     monkeypatch.setattr(PreTrainedModel, "push_to_hub", push)

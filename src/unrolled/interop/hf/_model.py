@@ -90,7 +90,9 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         documents = {}
         if (local / CONFIG_FILE).exists():
             UnrolledConfig.from_pretrained(local)  # before the digest, since its error names a missing field
-            documents = digest.check(local)
+            variant = kwargs.get("variant")
+            stale = digest.replaced_by_shards(local, variant)  # after a crash; transformers would load it
+            documents = digest.check([*stale, *digest.weights_files(local, variant)])
         kwargs["use_safetensors"] = True  # the pickle format can execute code
         loaded: Any
         try:
@@ -127,9 +129,10 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         of_hub = {name: kwargs.pop(name) for name in FOR_HUB if name in kwargs}
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         if is_main_process:
-            for file in digest.replaced_by_shards(save_directory):
+            variant = kwargs.get("variant")
+            for file in digest.replaced_by_shards(save_directory, variant):
                 file.unlink()
-            digest.seal(save_directory, self.model.documents)
+            digest.seal(save_directory, self.model.documents, variant)
             if push:  # transformers would do so before the files are complete
                 self.push_to_hub(of_hub.pop("repo_id", Path(save_directory).name), **of_hub)
 

@@ -317,10 +317,10 @@ def _folder(path: str | Path) -> Path:
 
 def _load_weights(model: PreTrainedModel, folder: Path) -> None:
     """Load a model from one or more safetensors files, which must hold exactly its tensors."""
-    files = sorted({*folder.glob("model*.safetensors")} - {*digest.replaced_by_shards(folder)})
+    files = digest.weights_files(folder)
     if not files:
         raise ValueError(f"{folder} has no model.safetensors")
-    digest.check(folder)
+    digest.check(files)
     found: dict[str, Tensor] = {}
     for file in files:
         found |= load_file(file)
