@@ -197,6 +197,29 @@ def test_a_compiled_model_has_no_graph_breaks():
     torch.testing.assert_close(compiled(prompts()).logits, model(prompts()).logits)
 
 
+@pytest.mark.slow
+def test_a_compiled_model_generates_without_a_plan(steps):
+    model, options = make().float(), {"max_new_tokens": N, "min_new_tokens": N, "do_sample": False}
+    expected = model.generate(prompts(), **options)
+    steps.clear()
+    model.forward = torch.compile(model.forward, backend="eager")
+    model.generate(prompts(), **options)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(model.generate(prompts(), **options), expected)
+    assert not steps
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_compiled_model_has_no_other_weights(whole):
+    model = make().float()
+    if whole:
+        model.compile(backend="eager")
+    else:
+        model.forward = torch.compile(model.forward, backend="eager")
+    with pytest.raises(UnsupportedError, match="'int8', but a compiled model runs without"):
+        model.generate(prompts(), max_new_tokens=3, weights="int8")
+
+
 def test_the_cache_that_generate_returns_holds_no_plan(model, steps):
     out = model.generate(prompts(), max_new_tokens=N, min_new_tokens=N, return_dict_in_generate=True)
     assert steps

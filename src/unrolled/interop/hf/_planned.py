@@ -6,6 +6,8 @@ from contextvars import ContextVar
 from threading import Lock
 from weakref import WeakSet
 
+import torch
+
 from unrolled.contract import UnsupportedError
 from unrolled.decode import Plan, plan, unasked
 from unrolled.decode.packing import Weights
@@ -85,4 +87,6 @@ def current(model: Decoder) -> Generation | None:
 def reader(model: Decoder, tokens: int) -> Decoder | Plan:
     """Return the plan that reads the next tokens inside `generation` of this model, else the model."""
     made = current(model)
-    return model if made is None else made.reader(tokens)
+    if made is None or torch.compiler.is_compiling():  # a plan has nothing to compile
+        return model
+    return made.reader(tokens)

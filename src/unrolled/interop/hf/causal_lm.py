@@ -125,7 +125,8 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
             kwargs: as for `GenerationMixin.generate`.
 
         Raises:
-            UnsupportedError: `weights` is given, but a plan cannot run the model, or `use_cache` is False.
+            UnsupportedError: `weights` is given, but a plan cannot run the model, `use_cache` is False, or
+                `forward` is compiled.
             ValueError: `cache` has read all of the inputs, or positions that do not match `attention_mask`.
         """
         ids, mask = kwargs.get("input_ids") if inputs is None else inputs, kwargs.get("attention_mask")
@@ -141,8 +142,17 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
                     f"{whole.shape[1]} of the inputs, which include the tokens already read"
                 )
             kwargs[CACHE] = begun
+        if weights is not None and self._is_compiled():
+            raise UnsupportedError(
+                f"weights is {weights!r}, but a compiled model runs without a plan; leave out weights, or "
+                "do not compile the model"
+            )
         with generation(self.model, weights):
             return super().generate(inputs, *args, **kwargs)
+
+    def _is_compiled(self) -> bool:
+        """Whether `model.compile()` or `model.forward = torch.compile(model.forward)` was called."""
+        return self._compiled_call_impl is not None or hasattr(self.forward, "_torchdynamo_orig_callable")
 
     def prepare_inputs_for_generation(
         self, *args: Any, tokenizer: object = None, **kwargs: Any
