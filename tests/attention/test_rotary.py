@@ -90,6 +90,12 @@ def test_the_base_is_a_positive_number(base):
         SoftmaxAttention(16, 2, rotary=True, rotary_base=base)
 
 
+@pytest.mark.parametrize(("name", "value"), [("rotary_base", 9.0), ("rotary_dim", 4)])
+def test_options_of_the_rotation_need_it(name, value):
+    with pytest.raises(ValueError, match=f"{name} is {value}, but rotary is False"):
+        SoftmaxAttention(16, 2, **{name: value})
+
+
 @pytest.mark.parametrize("name", ["softmax", "linear"])
 def test_there_are_no_weights_between_two_sequences(name):
     module, x = make(name), torch.randn(1, 4, 16, dtype=torch.float64)

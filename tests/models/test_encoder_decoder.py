@@ -128,6 +128,7 @@ FORMS = [
     {},
     LINEAR,
     {"norm": "pre", "positions": "rotary", "cross_attention": "linear", "n_kv_heads": 2},
+    {"positions": "rotary", "attention_options": {"softmax": {"rotary_base": 9.0}}},
     {"attention": ["linear", "softmax"], "decoder_attention": "gated_linear", "cross_attention": "rfa"},
     {"positions": "learned", "max_length": 9, "tie_embeddings": False, "source_vocab_size": 13},
 ]

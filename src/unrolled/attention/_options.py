@@ -4,6 +4,7 @@ from typing import TypedDict
 
 from unrolled.contract import CAUSAL_RECURRENCE
 from unrolled.ops.options import check_above_zero
+from unrolled.ops.positions import ROTARY_BASE
 
 
 class HeadOptions(TypedDict, total=False):
@@ -35,8 +36,14 @@ ONE_WAY = "it forgets the past; run it over the sequence and over its reverse, o
 """Why a recurrence that forgets is not bidirectional."""
 
 
-def check_rotation(base: float, dim: int | None, head_dim: int) -> None:
-    """Raise ValueError unless the base is above 0, and `dim` is None or even, from 2 to `head_dim`."""
+def check_rotation(rotary: bool, base: float, dim: int | None, head_dim: int) -> None:
+    """Raise ValueError unless the base is above 0, and `dim` is None or even, from 2 to `head_dim`.
+
+    Without `rotary`, both must have their defaults.
+    """
     check_above_zero(rotary_base=base)
     if dim is not None and (dim % 2 or not 2 <= dim <= head_dim):
         raise ValueError(f"rotary_dim is {dim}, but must be even, from 2 to head_dim = {head_dim}")
+    for name, value, default in (("rotary_base", base, ROTARY_BASE), ("rotary_dim", dim, None)):
+        if value != default and not rotary:
+            raise ValueError(f"{name} is {value}, but rotary is False: make it True, or leave {name} out")

@@ -59,8 +59,8 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
             neighbours. It requires causal attention that runs as a recurrence, and excludes `attn_mask`,
             cross-attention and `weights`.
         rotary: encode positions by rotating queries and keys; self-attention only.
-        rotary_base: pair i of a query or key is rotated by the angle position / base^(2i/rotary_dim); with a
-            larger base, the angles grow more slowly.
+        rotary_base: with `rotary`, pair i of a query or key is rotated by the angle
+            position / base^(2i/rotary_dim); with a larger base, the angles grow more slowly.
         rotary_dim: with `rotary`, rotate only the first `rotary_dim` numbers of each query and key; an even
             number, by default D, which must then be even.
 
@@ -111,7 +111,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         self.head_dim = d_model // n_heads if head_dim is None else head_dim
         self.value_dim = self.head_dim if value_dim is None else value_dim
         check_integers(1, head_dim=self.head_dim, value_dim=self.value_dim)
-        check_rotation(rotary_base, rotary_dim, self.head_dim)
+        check_rotation(rotary, rotary_base, rotary_dim, self.head_dim)
         if rotary and rotary_dim is None and self.head_dim % 2 and not self.rotates_features:
             raise ValueError(f"head_dim is {self.head_dim}, but must be even with rotary and no rotary_dim")
         self.rotary_base, self.rotary_dim = rotary_base, rotary_dim

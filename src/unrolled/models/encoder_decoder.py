@@ -16,7 +16,7 @@ the length of the source or of the target.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Annotated, Literal, NamedTuple, TypedDict, Unpack, cast
+from typing import Annotated, Literal, NamedTuple, TypedDict, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,8 @@ from unrolled.models.stack import Stack, States
 from unrolled.models.targets import shifted
 from unrolled.ops.dropout import Dropout
 from unrolled.ops.state import Parts
+
+Value = TypeVar("Value")
 
 
 @dataclass
@@ -87,17 +89,30 @@ class EncoderDecoderConfig(TransformerConfig):
     @property
     def cross_side(self) -> TransformerConfig:
         """The config of the attention to the source, which has no rotary positions."""
-        return self.side(self.cross_attention, "none" if self.positions == "rotary" else self.positions)
+        side = self.side(self.cross_attention)
+        if side.positions == "rotary":
+            side.positions = "none"
+            side.attention_options = _without_rotation(side.attention_options)
+            side.layer_options = _without_rotation(side.layer_options)
+        return side
 
-    def side(self, mechanisms: Mechanisms | None, positions: Positions | None = None) -> TransformerConfig:
+    def side(self, mechanisms: Mechanisms | None) -> TransformerConfig:
         """The config of a stack with these mechanisms, by default the encoder's, and with their options."""
         mechanisms = self.attention if mechanisms is None else mechanisms
         values = {field.name: vars(self)[field.name] for field in fields(TransformerConfig)}
         named = [mechanisms] if isinstance(mechanisms, str) else mechanisms
         for options in ("attention_options", "layer_options"):
             values[options] = {name: x for name, x in values[options].items() if name in named}
-        values |= {"attention": mechanisms, "positions": positions or self.positions}
-        return TransformerConfig(**values)
+        return TransformerConfig(**values | {"attention": mechanisms})
+
+
+def _without_rotation(options: dict[str, dict[str, Value]]) -> dict[str, dict[str, Value]]:
+    """Leave out the options of rotary positions."""
+    of_rotation = ("rotary_base", "rotary_dim")
+    return {
+        mechanism: {name: x for name, x in own.items() if name not in of_rotation}
+        for mechanism, own in options.items()
+    }
 
 
 class EncoderDecoderState(NamedTuple):
