@@ -124,9 +124,22 @@ class ChecksOptions:
             cls.init_state = _of_a_batch(init_state)  # type: ignore[attr-defined]
 
 
+def option_names(init: Callable[..., None]) -> list[str] | None:
+    """Return the names of a constructor's arguments, without self; None if it accepts any."""
+    hints, known = get_type_hints(init), list[str]()
+    for parameter in list(inspect.signature(init).parameters.values())[1:]:
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            known.append(parameter.name)
+            continue
+        hint = hints.get(parameter.name)
+        if get_origin(hint) is not Unpack:  # not `**common: Unpack[SomeOptions]`
+            return None
+        known += get_type_hints(*get_args(hint))
+    return known
+
+
 def _checking(init: Callable[..., None]) -> Callable[..., None]:
-    parameters = list(inspect.signature(init).parameters.values())[1:]  # without self
-    names = [parameter.name for parameter in parameters]
+    names = list(inspect.signature(init).parameters)[1:]  # without self
 
     @functools.cache
     def kinds() -> dict[str, tuple[type, ...]]:  # at the first call, when all annotated names are defined
@@ -136,19 +149,7 @@ def _checking(init: Callable[..., None]) -> Callable[..., None]:
             for name, hint in hints.items()
         }
 
-    @functools.cache
-    def options() -> list[str] | None:
-        """The names of all options; None if any are accepted."""
-        known: list[str] = []
-        for parameter in parameters:
-            if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-                known.append(parameter.name)
-                continue
-            hint, *_ = kinds().get(parameter.name, (None,))
-            if get_origin(hint) is not Unpack:  # not `**common: Unpack[SomeOptions]`
-                return None
-            known += get_type_hints(*get_args(hint))
-        return known
+    options = functools.cache(lambda: option_names(init))
 
     @functools.wraps(init)
     def check(self: object, *args: object, **kwargs: object) -> None:

@@ -16,7 +16,23 @@ from unrolled.interop.hf.cache import StateLayer
 from unrolled.interop.hf.families import AttentionParts, copy_projections
 from unrolled.models.blocks import Attention
 from unrolled.ops.masks import any_padding, causal_mask, without_padding
+from unrolled.ops.options import option_names
 from unrolled.ops.sequence import refuse
+
+OF_THE_MODEL = (
+    "d_model",
+    "n_heads",
+    "causal",
+    "n_kv_heads",
+    "head_dim",
+    "value_dim",
+    "bias",
+    "rotary",
+    "rotary_base",
+    "rotary_dim",
+    "qk_norm",
+)
+"""The options of mechanisms that the replaced module determines."""
 
 
 class LinearizedAttention(nn.Module):
@@ -177,10 +193,14 @@ def padding_of(mask: object, length: int, *, causal: bool) -> Tensor | None:
 
 def _build(parts: AttentionParts, attention: str, options: dict[str, object]) -> Attention:
     make: Callable[..., Attention] = load(attention)
-    if options.get("rotary"):
-        raise ValueError("rotary is True, but must be left out: the model keeps its own positions")
-    if options.get("qk_norm"):
-        raise ValueError(f"qk_norm is {options['qk_norm']!r}, but must be left out: the model keeps its own")
+    known = option_names(load(attention).__init__)
+    assert known is not None
+    for name, value in options.items():
+        if name in OF_THE_MODEL:
+            raise ValueError(f"{name} is {value!r}, but must be left out: the model keeps its own")
+        if name not in known:
+            others = ", ".join(option for option in known if option not in OF_THE_MODEL)
+            raise ValueError(f"{attention} attention has no option {name!r}; its options are {others}")
     weight = parts.out
     try:
         mechanism = make(
