@@ -82,6 +82,12 @@ def different():
     return theirs
 
 
+def with_dropout(layer, part):
+    theirs = encoder(dropout=0.1)
+    setattr(theirs.layers[layer], part, nn.Dropout(0.5))
+    return theirs
+
+
 def with_adapters():
     return peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["linear1"]), encoder())
 
@@ -92,6 +98,8 @@ def with_adapters():
         (lambda: nn.Linear(2, 2), ValueError, "encoder is a Linear, but must be a torch.nn.TransformerEncoder"),
         (lambda: nn.TransformerEncoder(Strange(8, 2), 1, enable_nested_tensor=False), UnsupportedError, "layers of another type"),
         (different, UnsupportedError, "layers that differ"),
+        (lambda: with_dropout(0, "dropout2"), UnsupportedError, r"dropouts of \[0.1, 0.5\]; a stack here has equal ones"),
+        (lambda: with_dropout(1, "dropout1"), UnsupportedError, r"dropouts of \[0.1, 0.5\]"),
         (with_adapters, UnsupportedError, "an adapter in layers.0.linear1, which would be lost"),
         (lambda: encoder(activation=nn.functional.silu), UnsupportedError, "the activation <function silu"),
         (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 1, norm=nn.RMSNorm(8), enable_nested_tensor=False), UnsupportedError, "the last norm is a RMSNorm"),

@@ -93,6 +93,12 @@ def random_features():
     return encoder("linear", feature_map=maps.Favor.factory(n_dims=8))
 
 
+def other_dropout():
+    theirs = encoder("full")
+    theirs.layers[1].dropout.p = 0.5
+    return theirs
+
+
 @pytest.mark.parametrize(
     ("make", "causal", "error", "message"),
     [
@@ -102,6 +108,7 @@ def random_features():
         (lambda: encoder("local", local_context=4), True, UnsupportedError, "encoder has LocalAttention attention, but must have one of"),
         (lambda: encoder("full", softmax_temp=0.3), True, UnsupportedError, "softmax_temp 0.3"),
         (other_features, False, UnsupportedError, r"features other than elu\(x\) \+ 1"),
+        (other_dropout, False, UnsupportedError, r"dropouts of \[0.1, 0.5\]"),
         (random_features, False, UnsupportedError, r"features other than elu\(x\) \+ 1"),
     ],
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Stacks of blocks with the weights of encoders whose layers have the parameter names of PyTorch's layers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from torch import nn
@@ -65,6 +65,18 @@ def check_alike(*properties: Sequence[object]) -> None:
     """Raise UnsupportedError unless all layers agree in each of these properties, given for each layer."""
     if any(len(set(values)) > 1 for values in properties):
         raise UnsupportedError("encoder has layers that differ in size or kind; a stack here has equal ones")
+
+
+def dropout_of(dropouts: Iterable[nn.Dropout]) -> float:
+    """The probability of dropouts, which must all have the same.
+
+    Raises:
+        UnsupportedError: they differ.
+    """
+    found = {x.p for x in dropouts}
+    if len(found) > 1:
+        raise UnsupportedError(f"encoder has dropouts of {sorted(found)}; a stack here has equal ones")
+    return found.pop()
 
 
 def shape_of(layer: Foreign) -> tuple[object, ...]:

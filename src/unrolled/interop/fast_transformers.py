@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from unrolled.contract import UnsupportedError
 from unrolled.interop.copying import Foreign
-from unrolled.interop.encoder_stack import check_alike, shape_of, stack_like
+from unrolled.interop.encoder_stack import check_alike, dropout_of, shape_of, stack_like
 from unrolled.models.stack import Stack
 
 KINDS = {
@@ -40,7 +40,8 @@ def from_fast_transformers(encoder: Foreign, *, causal: bool) -> Stack:
 
     Raises:
         ValueError: `encoder` is of another type, or `causal` does not match its attention.
-        UnsupportedError: the attention, features, scale or activation is not supported, or the layers differ.
+        UnsupportedError: the attention, features, scale or activation is not supported, or the layers or
+            their dropouts differ.
     """
     if type(encoder).__name__ not in ("TransformerEncoder", "RecurrentTransformerEncoder") or not (
         type(encoder).__module__.startswith("fast_transformers.")
@@ -59,7 +60,7 @@ def from_fast_transformers(encoder: Foreign, *, causal: bool) -> Stack:
         causal=causal,
         n_heads=first.n_heads,
         norm="post",
-        dropout=layers[0].dropout.p,
+        dropout=dropout_of(layer.dropout for layer in layers),
         attention=_mechanism(layers, kinds[0], causal),
         options={
             "head_dim": first.query_projection.out_features // first.n_heads,

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from unrolled.contract import UnsupportedError
 from unrolled.interop.copying import Foreign
-from unrolled.interop.encoder_stack import check_alike, shape_of, stack_like
+from unrolled.interop.encoder_stack import check_alike, dropout_of, shape_of, stack_like
 from unrolled.interop.torch_attention import MultiheadAttention
 from unrolled.models.stack import Stack
 
@@ -33,7 +33,8 @@ def from_transformer_encoder(
 
     Raises:
         ValueError: `encoder` is of another type.
-        UnsupportedError: the layers differ, are of another type, or have another activation.
+        UnsupportedError: the layers or their dropouts differ, or the layers are of another type or have
+            another activation.
     """
     if not isinstance(encoder, nn.TransformerEncoder):
         raise ValueError(f"encoder is a {type(encoder).__name__}, but must be a torch.nn.TransformerEncoder")
@@ -49,7 +50,7 @@ def from_transformer_encoder(
         causal=causal,
         n_heads=equal[0].self_attn.num_heads,
         norm="pre" if equal[0].norm_first else "post",
-        dropout=equal[0].dropout1.p,
+        dropout=dropout_of(x for layer in equal for x in (layer.dropout1, layer.dropout2)),
         attention=attention,
         options=options,
     )
