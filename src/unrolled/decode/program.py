@@ -134,5 +134,12 @@ class Program(NamedTuple):
 
 def require(module: object, *kinds: type) -> None:
     """Raise UnsupportedError unless a module is of exactly one of these classes: a subclass may do more."""
-    if type(module) not in kinds:
-        raise UnsupportedError(f"a plan cannot run a {type(module).__name__}")
+    kind = type(module)
+    if kind in kinds:
+        return
+    if hasattr(module, "base_layer"):
+        raise UnsupportedError(
+            f"a plan cannot run a {kind.__module__}.{kind.__name__}, which is an adapter: merge it into the "
+            "weights first, with merge_and_unload() of peft"
+        )
+    raise UnsupportedError(f"a plan cannot run a {kind.__name__}")

@@ -2,6 +2,7 @@
 
 import copy
 
+import peft
 import pytest
 import torch
 from hf_models import make, prompts
@@ -123,6 +124,14 @@ def test_weights_may_be_rounded(steps):
         make("performer").float().generate(prompts(), max_new_tokens=3, weights="bf16")
     with pytest.raises(UnsupportedError, match="weights is 'int8', but a plan needs the cache"):
         model.generate(prompts(), max_new_tokens=3, weights="int8", use_cache=False)
+
+
+def test_adapters_must_be_merged_before_a_plan_runs_them():
+    model = make().float()
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["up"]), model)
+    message = r"a plan cannot run a peft\.\S+\.Linear, which is an adapter: merge it into the weights"
+    with pytest.raises(UnsupportedError, match=message):
+        model.generate(prompts(), max_new_tokens=3, weights="int8")
 
 
 def test_models_that_a_plan_cannot_run_generate_by_themselves(steps):
