@@ -97,9 +97,11 @@ def _save_for_transformers(converted: Any, vocabulary: "Vocabulary | None", fold
             tokenizer = hf.character_tokenizer(vocabulary.characters)
         tokenizer.save_pretrained(folder)
         if converted.can_generate():
-            converted.generation_config.pad_token_id = tokenizer.pad_token_id
-            if vocabulary.end is not None:
-                converted.generation_config.eos_token_id = vocabulary.end
+            settings = converted.generation_config
+            if settings.pad_token_id is None:
+                settings.pad_token_id = tokenizer.pad_token_id
+            if settings.eos_token_id is None:
+                settings.eos_token_id = vocabulary.end
         what += " with its tokenizer"
     converted.save_pretrained(folder)
     return what

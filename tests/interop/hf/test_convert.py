@@ -68,6 +68,26 @@ def test_a_conversion_is_a_copy():
     assert converted.generation_config.bos_token_id == 9
 
 
+def test_settings_of_transformers_come_back(tmp_path):
+    writer, kind = make(eos_token_id=3), hf.UnrolledForSequenceClassification
+    writer.generation_config.repetition_penalty = 1.3
+    labels = {"id2label": {0: "calm", 1: "loud", 2: "silent"}, "problem_type": "multi_label_classification"}
+    for model in (writer, make(kind=kind, **labels)):
+        ours = hf.from_transformers(model)
+        ours.save(tmp_path / ours.model_name)
+        back = hf.to_transformers(type(ours).load(tmp_path / ours.model_name))
+        assert not back.model.documents
+        for name in ("id2label", "label2id", "problem_type"):
+            assert getattr(back.config, name) == getattr(model.config, name)
+        if model is writer:
+            assert back.generation_config.to_dict() == writer.generation_config.to_dict()
+
+
+def test_a_new_model_knows_its_start_token():
+    model = make("retention")
+    assert model.generate(max_new_tokens=4, do_sample=False).shape == (1, 5)
+
+
 def test_generation_continues_a_decoder_state(tmp_path):
     model = models()["decoder"].eval()
     tokens = torch.randint(9, (1, 5))

@@ -40,6 +40,11 @@ class UnrolledForCausalLM(ReadsTokens, UnrolledPreTrainedModel, GenerationMixin)
 
     _decodes = True
 
+    def __init__(self, config: UnrolledConfig) -> None:
+        super().__init__(config)
+        if config.start_token and self.generation_config.bos_token_id is None:
+            self.generation_config.bos_token_id = config.vocab_size
+
     @property
     def base_model(self) -> UnrolledModel:
         """The model without its output layer, with the same weights."""

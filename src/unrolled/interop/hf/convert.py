@@ -1,12 +1,14 @@
 """Convert models to this library's classes for transformers and back, and load models of these classes."""
 
+import json
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, cast
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from unrolled.contract import UnsupportedError
 from unrolled.data import Vocabulary, byte_letters
@@ -24,6 +26,9 @@ from unrolled.models import Decoder, Encoder, PerceiverAR
 from unrolled.models.saving import SavedModel
 
 END = "<|end|>"
+SETTINGS_FILE = "transformers.json"
+"""The document of a converted model with its settings that only transformers uses."""
+OF_LABELS = ("id2label", "label2id", "problem_type")
 CLASSES = (UnrolledForCausalLM, UnrolledForMaskedLM, UnrolledForSequenceClassification, UnrolledModel)
 ENCODERS = {
     "classification": UnrolledForSequenceClassification,
@@ -34,6 +39,8 @@ ENCODERS = {
 
 def to_transformers(model: SavedModel) -> UnrolledPreTrainedModel:
     """Make a model for transformers with a copy of the weights of a `Decoder` or `Encoder`.
+
+    A model of `from_transformers` gets back its generation config, and its labels and their `problem_type`.
 
     Returns:
         An `UnrolledForCausalLM` for a decoder; for an encoder, an `UnrolledForSequenceClassification`,
@@ -56,17 +63,22 @@ def to_transformers(model: SavedModel) -> UnrolledPreTrainedModel:
                 f"no class for transformers; use one of tokens, with output {' or '.join(ENCODERS)}, instead"
             )
         kind = ENCODERS[model.config.output]
-    converted = kind(UnrolledConfig(**values, is_decoder=isinstance(model, Decoder)))
+    settings = cast("dict[str, dict[str, Any]]", model.documents.get(SETTINGS_FILE, {}))
+    of_labels = settings.get("config", {})
+    converted = kind(UnrolledConfig(**values, **of_labels, is_decoder=isinstance(model, Decoder)))
     converted.model = deepcopy(model)
+    converted.model.documents.pop(SETTINGS_FILE, None)
     converted.config.dtype = next(model.parameters()).dtype
     converted.train(model.training)
-    if isinstance(model, Decoder) and model.config.start_token:
-        converted.generation_config.bos_token_id = model.config.vocab_size
+    if "generation_config" in settings:
+        converted.generation_config = GenerationConfig.from_dict(settings["generation_config"])
     return converted
 
 
 def from_transformers(model: PreTrainedModel) -> Decoder | Encoder:
     """Make a `Decoder` or `Encoder` with a copy of the weights of one of the classes here for transformers.
+
+    The generation config, or the labels, are kept among its `documents`.
 
     Raises:
         UnsupportedError: `model` is of another class, a decoder without its output layer, or has an adapter.
@@ -80,7 +92,14 @@ def from_transformers(model: PreTrainedModel) -> Decoder | Encoder:
             "an UnrolledModel lacks its decoder's output layer; use an UnrolledForCausalLM instead"
         )
     refuse_adapters(model)
-    return deepcopy(model.model)
+    converted = deepcopy(model.model)
+    if isinstance(model, UnrolledForCausalLM):
+        generation = json.loads(model.generation_config.to_json_string())
+        converted.documents[SETTINGS_FILE] = {"generation_config": generation}
+    elif isinstance(model, UnrolledForSequenceClassification):
+        labels = {name: getattr(model.config, name) for name in OF_LABELS}
+        converted.documents[SETTINGS_FILE] = {"config": labels}
+    return converted
 
 
 def is_saved_by_transformers(path: str | Path) -> bool:
