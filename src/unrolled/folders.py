@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from unrolled.files import system_errors
+from unrolled.files import read_object, system_errors
 
 RUN_FILE = "run.yaml"
 """The file of a run that has all its settings."""
@@ -22,6 +22,9 @@ PLAN_FILE = "plan.safetensors"
 
 TEMPLATE_FILE = "chat_template.jinja"
 """The file that says how the messages of a chat become one text, as in folders of transformers."""
+
+CONVERTED, LINEARIZED = "unrolled", "unrolled-linearized"
+"""The `model_type` of this library's models in folders of transformers, and that of linearized models."""
 
 LOCK = ".lock"
 STAGING = ".unrolled-staging"
@@ -73,9 +76,24 @@ def incomplete(folder: Path, kind: str, file_name: str) -> str:
             f"{folder} holds no model yet: its training has not been evaluated; repeat its command, "
             "or set a smaller train.eval_every"
         )
+    if (otherwise := of_transformers(folder)) is not None:
+        return otherwise
     if folder.is_dir():
         return f"{folder} is not {kind}: it has no {file_name}"
     return f"{folder} is not {kind}: it {'is a file' if folder.exists() else 'does not exist'}"
+
+
+def of_transformers(folder: Path) -> str | None:
+    """Say in one sentence how to use a folder that this library wrote for transformers; None for others."""
+    kind = read_object(folder / "config.json").get("model_type")
+    if kind == CONVERTED:
+        return f"{folder} holds a model of transformers: `unrolled convert {folder} OUT` converts it back"
+    if kind == LINEARIZED:
+        return (
+            f"{folder} holds a linearized model of transformers: load it with "
+            "unrolled.interop.hf.load_linearized"
+        )
+    return None
 
 
 def contents(folder: Path) -> set[str]:

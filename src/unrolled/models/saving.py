@@ -12,7 +12,7 @@ from torch import nn
 
 from unrolled.contract import UnsupportedError
 from unrolled.files import load_tensors, read_header, save_tensors, write_file
-from unrolled.folders import CONFIG_FILE, PLAN_FILE, WEIGHTS_FILE, incomplete
+from unrolled.folders import CONFIG_FILE, PLAN_FILE, WEIGHTS_FILE, incomplete, of_transformers
 from unrolled.models._budget import OverBudgetError, budget
 from unrolled.models.config import ModelConfig
 
@@ -151,6 +151,8 @@ def read_config(path: str | Path) -> dict[str, object]:
         raise ValueError(incomplete(Path(path), "a model's folder", CONFIG_FILE))
     values = read_json(file)
     if not isinstance(values, dict) or not isinstance(values.get("model"), str):
+        if (otherwise := of_transformers(Path(path))) is not None:
+            raise ValueError(otherwise)
         raise ValueError(f"{file} does not name a kind of model, but must be an object with a 'model'")
     return values
 

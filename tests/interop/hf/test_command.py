@@ -1,5 +1,7 @@
 """`unrolled convert`, and importing what needs an extra."""
 
+import json
+import re
 import subprocess
 import sys
 
@@ -11,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from unrolled.data import Vocabulary
+from unrolled.interop import hf
 from unrolled.models import Decoder, DecoderConfig, RecurrentLM, RecurrentLMConfig, load
 
 CHARACTERS = list("\n abcdefgh")
@@ -30,6 +33,8 @@ def test_there_and_back(trained, tmp_path):
     assert "UnrolledForCausalLM with its tokenizer" in works("convert", trained, theirs).stderr
     tokenizer, model = AutoTokenizer.from_pretrained(theirs), AutoModelForCausalLM.from_pretrained(theirs)
     drawn = model.generate(**tokenizer("bad cafe", return_tensors="pt"), max_new_tokens=10, do_sample=False)
+    model.generation_config.eos_token_id = 5
+    model.generation_config.save_pretrained(theirs)
     works("convert", theirs, back)
     before, after = (load_file(folder / "model.safetensors") for folder in (trained, back))
     assert before.keys() == after.keys()
@@ -38,6 +43,9 @@ def test_there_and_back(trained, tmp_path):
         assert (back / name).read_text() == (trained / name).read_text()
     written = works("generate", back, "--prompt", "bad cafe", "--tokens", 10, "--temperature", 0).stdout
     assert written == tokenizer.decode(drawn[0]) + "\n"
+    works("convert", back, tmp_path / "again")
+    settings = AutoModelForCausalLM.from_pretrained(tmp_path / "again").generation_config
+    assert (settings.pad_token_id, settings.eos_token_id) == (len(CHARACTERS), 5)
 
 
 def test_the_tokenizer_of_another_model_does_not_stay(trained, tmp_path):
@@ -53,6 +61,8 @@ def test_what_cannot_be_converted_gets_one_sentence(trained, tmp_path):
     RecurrentLM(RecurrentLMConfig(9)).save(tmp_path / "rnn")
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "linearized").mkdir()
+    (tmp_path / "linearized" / "config.json").write_text('{"model_type": "unrolled-linearized"}')
     make().save_pretrained(tmp_path / "cut")
     weights = tmp_path / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:500])
@@ -61,11 +71,32 @@ def test_what_cannot_be_converted_gets_one_sentence(trained, tmp_path):
         "nowhere": "is not a model's folder",
         "rnn": "a RecurrentLM has no class for transformers",
         "llama": "holds a model of type 'llama', but must hold 'unrolled'",
+        "linearized": "load it with unrolled.interop.hf.load_linearized",
         "cut": "is not a readable safetensors file",
         "run": "not from one run",
     }.items():
         assert message in error("convert", tmp_path / source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("with_vocabulary", [True, False])
+def test_folders_of_transformers_are_named(with_vocabulary, trained, tmp_path):
+    folder = tmp_path / "theirs"
+    model = hf.to_transformers(load(trained))
+    if not with_vocabulary:
+        model.model.documents.clear()
+    model.save_pretrained(folder)
+    assert error("generate", folder) == (
+        f"{folder} holds a model of transformers: `unrolled convert {folder} OUT` converts it back"
+    )
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"model_type": "unrolled-linearized"}))
+    sentence = f"{folder} holds a linearized model of transformers: load it with "
+    sentence += "unrolled.interop.hf.load_linearized"
+    assert error("generate", folder) == sentence
+    for read in (hf.load, hf.import_weights):
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            read(folder)
 
 
 def test_without_transformers_it_says_what_to_install():

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
+from unrolled.folders import CONVERTED
 from unrolled.interop.hf._cache_name import CACHE
 from unrolled.models import DecoderConfig, EncoderConfig
 from unrolled.models.config import TransformerConfig
@@ -48,7 +49,7 @@ class UnrolledConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]  # of i
         ValueError: a field is unknown, given by two names, or out of range.
     """
 
-    model_type = "unrolled"
+    model_type = CONVERTED
     keys_to_ignore_at_inference: ClassVar[list[str]] = [CACHE]
     attribute_map: ClassVar[dict[str, str]] = {
         "hidden_size": "d_model",

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 from unrolled.contract import UnsupportedError
 from unrolled.data import Vocabulary, byte_letters
 from unrolled.files import read_object
-from unrolled.folders import CONFIG_FILE
+from unrolled.folders import CONFIG_FILE, of_transformers
 from unrolled.interop.copying import refuse_adapters
 from unrolled.interop.hf._model import UnrolledPreTrainedModel
 from unrolled.interop.hf.causal_lm import UnrolledForCausalLM
@@ -115,9 +115,8 @@ def load(path: str | Path) -> UnrolledPreTrainedModel:
     """
     values = read_object(Path(path) / CONFIG_FILE)
     if (found := values.get("model_type")) != UnrolledConfig.model_type:
-        raise ValueError(
-            f"{path} holds a model of type {found!r}, but must hold {UnrolledConfig.model_type!r}"
-        )
+        otherwise = f"{path} holds a model of type {found!r}, but must hold {UnrolledConfig.model_type!r}"
+        raise ValueError(of_transformers(Path(path)) or otherwise)
     by_name = {kind.__name__: kind for kind in CLASSES}
     name = class_name(values.get("architectures"))
     if name not in by_name:

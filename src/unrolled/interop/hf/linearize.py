@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from unrolled.contract import UnsupportedError
+from unrolled.folders import LINEARIZED
 from unrolled.interop.hf import digest
 from unrolled.interop.hf._cache_name import CACHE, OLD
 from unrolled.interop.hf._packing import refuse_restarts
@@ -32,7 +33,7 @@ from unrolled.interop.hf.weights import attempt
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 RECORD = "unrolled_attention"
-MODEL_TYPE, ORIGINAL_TYPE = "unrolled-linearized", "linearized_model_type"
+ORIGINAL_TYPE = "linearized_model_type"
 PADDING_ONLY = "unrolled"  # name under which this implementation of attention is registered in transformers
 
 
@@ -214,7 +215,7 @@ class _Recording:
 
     def to_dict(self) -> dict[str, object]:
         values: dict[str, object] = super().to_dict()  # type: ignore[misc]  # of the other base class
-        return values | {"model_type": MODEL_TYPE, ORIGINAL_TYPE: self.model_type}
+        return values | {"model_type": LINEARIZED, ORIGINAL_TYPE: self.model_type}
 
     def __reduce__(self) -> tuple[object, ...]:  # pickle cannot find its class by name
         return _restored, (type(self).__bases__[1], self.__dict__)

@@ -7,6 +7,7 @@ from typing import TypeVar, cast
 
 from unrolled.contract import UnsupportedError
 from unrolled.extras import how_to_install
+from unrolled.folders import of_transformers
 from unrolled.interop.copying import Foreign, refuse_adapters
 from unrolled.interop.hf import bert, hybrid, mamba2, perceiver
 from unrolled.interop.hf.families import class_name
@@ -82,6 +83,8 @@ def _load(source: str | Path) -> object:
         transformers = import_module("transformers")
     except ImportError as error:
         raise ImportError(f"reading models needs transformers: {how_to_install('hf')}") from error
+    if (otherwise := of_transformers(Path(source))) is not None:
+        raise ValueError(otherwise)
     config = attempt(source, lambda: transformers.AutoConfig.from_pretrained(str(source)))
     named = class_name(config.architectures)
     _refuse_relative(config.model_type)
