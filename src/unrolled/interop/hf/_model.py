@@ -23,6 +23,7 @@ Output = TypeVar("Output", bound=ModelOutput)
 Count = Tensor | int | None
 """The number of labels by which a summed loss is divided; None for a mean over the batch."""
 OUTPUTS = ("output_attentions", "output_hidden_states")  # of other models; configs may have them too
+GIVES_POSITIONS = ". generate_batch gives it, and so does assisted decoding to its assistant"
 HEADS = ("model.head.", "model.head_hidden.")
 FOR_HUB = (
     "repo_id",
@@ -196,7 +197,8 @@ class UnrolledPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         of_config = {name: getattr(self.config, name, False) for name in OUTPUTS}
         for name, value in (of_config | dict(others)).items():
             if value is not None and value is not False:
-                raise UnsupportedError(f"{name} is given, but not supported; leave it out")
+                hint = GIVES_POSITIONS if name == "position_ids" and self.can_generate() else ""
+                raise UnsupportedError(f"{name} is given, but not supported; leave it out{hint}")
 
     def _init_weights(self, module: nn.Module) -> None:
         """Do nothing: the models initialise their own weights."""
