@@ -449,6 +449,7 @@ DISTANCE = torch.arange(5.0) - torch.arange(5.0)[:, None]  # as ALiBi adds it
     ("call", "error", "message"),
     [
         (lambda: hf.linearize(torch.nn.Linear(2, 2)), UnsupportedError, "Linear has no attention to replace"),
+        (lambda: hf.linearize(peft.LoraModel(make("llama"), peft.LoraConfig(target_modules=["v_proj"]), "new")), UnsupportedError, r"LoraModel is a wrapper of peft: .* merge_and_unload\(\)"),
         (lambda: hf.linearize(initial("Mistral", "ForCausalLM", GROUPED | {"sliding_window": 8})), UnsupportedError, "sliding window of 8 tokens"),
         (lambda: hf.linearize(initial("GPT2", "LMHeadModel", GPT2 | {"add_cross_attention": True})), UnsupportedError, "cross-attention"),
         (lambda: hf.linearize(make("gpt2"), "reformer"), UnsupportedError, "reformer attention has projections of other shapes"),

@@ -175,6 +175,11 @@ def _is_record(record: object) -> bool:
 
 def _attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the attention modules of all layers with their names, replaced or not."""
+    if hasattr(model, "merge_and_unload"):
+        raise UnsupportedError(
+            f"{type(model).__name__} is a wrapper of peft: give what its merge_and_unload() returns, or its "
+            "get_base_model() if no attention layer has an adapter"
+        )
     found = [
         (name, module)
         for name, module in model.named_modules()
