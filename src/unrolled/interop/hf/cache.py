@@ -117,8 +117,8 @@ class StateLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # of its __
         """
         if tokens_to_remove:
             raise UnsupportedError(
-                f"a state cannot be rolled back by {abs(tokens_to_remove)} tokens: keep the state of that "
-                "position and continue from there instead"
+                f"a state cannot go back by {abs(tokens_to_remove)} tokens: save the state before those "
+                "tokens and continue from it"
             )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
