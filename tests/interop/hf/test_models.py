@@ -405,7 +405,9 @@ def test_the_logits_that_are_kept_are_those_of_the_last_positions(use_cache, ids
     torch.testing.assert_close(found, expected[:, -2:])
 
 
-@pytest.mark.parametrize("name", ["model", "model.stack.blocks.1", "model.stack.blocks.0.attention"])
+@pytest.mark.parametrize(
+    "name", ["model", "model.positions", "model.stack.blocks.1", "model.stack.blocks.0.attention"]
+)
 def test_hooks_are_called_or_refused(name, ids):
     model, calls = make(), []
     hook = model.get_submodule(name).register_forward_hook(lambda *_: calls.append(name))

@@ -81,17 +81,18 @@ class ReadsTokens:
         return out
 
     def _check_takes_cache(self) -> None:
-        """Refuse several devices, and hooks of modules that run by `prefill` and `step`, not `forward`."""
+        """Refuse several devices, and hooks of modules that run by other methods than `forward`."""
         if len(set((getattr(self, "hf_device_map", None) or {}).values())) > 1:
             raise UnsupportedError(
                 "the weights are on several devices, where the model cannot continue a state; load it on one "
                 "device, or call it with use_cache=False"
             )
-        stack = self.model.stack
+        own, stack = self.model, self.model.stack
         hooks = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward"}
-        for module in (self.model, stack, *stack.layers, *(block.attention for block in stack.layers)):
+        attention = [block.attention for block in stack.layers]
+        for module in (own, own.positions, stack, *stack.layers, *attention):
             if any(vars(module).get(name) for name in hooks):
-                named = self.model.named_modules(prefix="model")
+                named = own.named_modules(prefix="model")
                 name = next(name for name, each in named if each is module)
                 raise UnsupportedError(
                     f"{name} has a hook or a forward of its own, which is not called with a cache; "
