@@ -136,8 +136,9 @@ def character_tokenizer(characters: Sequence[str] | None) -> PreTrainedTokenizer
 
     Returns:
         A tokenizer that pads on the left, as generation needs. The symbol for padding and the end is
-        "<|end|>". It is outside the model's vocabulary, and `UnrolledForCausalLM` treats it as padding. There
-        is no symbol for unknown characters: a character outside the vocabulary is an error.
+        "<|end|>". It is outside the model's vocabulary, and `UnrolledForCausalLM` treats it as padding, also
+        where a text contains it: call the tokenizer with `split_special_tokens=True` to read its characters.
+        There is no symbol for unknown characters: a character outside the vocabulary is an error.
     """
     if characters is None:
         tokenizer = Tokenizer(models.BPE(vocab=byte_letters(), merges=[]))
