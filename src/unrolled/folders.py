@@ -85,7 +85,7 @@ def incomplete(folder: Path, kind: str, file_name: str) -> str:
 
 def of_transformers(folder: Path) -> str | None:
     """Say in one sentence how to use a folder that this library wrote for transformers; None for others."""
-    kind = read_object(folder / "config.json").get("model_type")
+    kind = read_object(folder / CONFIG_FILE).get("model_type")
     if kind == CONVERTED:
         return f"{folder} holds a model of transformers: `unrolled convert {folder} OUT` converts it back"
     if kind == LINEARIZED:
