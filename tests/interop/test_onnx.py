@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from unrolled.contract import UnsupportedError
 from unrolled.generation import generate
-from unrolled.interop.onnx import Manifest, export, load
+from unrolled.interop.onnx import Manifest, export, load, write
 from unrolled.interop.onnx import folder as folder_module
 from unrolled.interop.onnx.forms import InPlace, log_sigmoid, portable
 from unrolled.interop.onnx.graph import Leaf, Recurrence, exported
@@ -172,6 +172,10 @@ def test_the_manifest_says_what_the_graph_is(pair):
     assert [x.name for x in graph.graph.output] == values["outputs"]
     assert {x.domain for x in graph.opset_import} <= {"", "ai.onnx"}
     assert {node.domain for node in graph.graph.node} <= {"", "ai.onnx"}  # none of our own
+    assert not any(
+        part.metadata_props for part in (graph, graph.graph, *graph.graph.node, *graph.graph.value_info)
+    )
+    assert str(Path(export.__code__.co_filename).parent).encode() not in (folder / "plain.onnx").read_bytes()
     assert values["opset"] == 20
     assert values["length"] == "any"
     growing = {leaf["name"] for leaf in values["state"] if leaf["growing_axis"] is not None}
@@ -204,6 +208,11 @@ def test_probes_are_the_features_of_the_queries(pair):
     q = attention.qkv_proj(x)[..., : attention.n_heads * attention.head_dim].unflatten(-1, (4, 4))
     np.testing.assert_allclose(found[0], torch.where(q > 0, q + 1, q.exp()).numpy(), atol=1e-5)
     assert found[0].shape == (2, 7, *manifest.probes[0].shape)
+
+
+def test_features_that_are_rotated_before_the_state_is_read_are_no_probes():
+    model = make("linear", positions="rotary")
+    assert not Recurrence(model, probes=True).probed
 
 
 @pytest.mark.parametrize("pair", ["linear"], indirect=True)
@@ -272,6 +281,18 @@ def test_numbers_that_differ_without_a_difference_do_not_agree(found, expected):
 def test_what_cannot_be_exported(model, options, error, message, tmp_path):
     with pytest.raises(error, match=message):
         export(model(), tmp_path, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_no_graph_can_hold_are_refused_before_tracing(tmp_path, monkeypatch):
+    model = make("linear")
+    with torch.no_grad():
+        model.head.project.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"head\.project\.weight has numbers that are not finite"):
+        export(model, tmp_path)
+    monkeypatch.setattr(write, "MOST_BYTES", 1000)
+    with pytest.raises(UnsupportedError, match="GB of weights; a graph holds at most"):
+        export(make("linear"), tmp_path)
     assert not list(tmp_path.iterdir())
 
 

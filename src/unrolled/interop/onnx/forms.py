@@ -158,8 +158,8 @@ def fused_linear_attention(call: LinearCall) -> LinearResult:
     q, k, v, log_decay, kv, k_sum, normalize = call
     if not normalize or log_decay is not None:
         raise UnsupportedError(
-            "the fused graph is for linear attention with normalizer 'sum' and without gates; "
-            "export the plain graph"
+            "the fused graph is for linear attention with normalizer 'sum', without gates and rotary "
+            "positions; export the plain graph"
         )
     (B, T, H, _), (_, _, G, M) = q.shape, v.shape
     state = torch.cat([kv, k_sum.unsqueeze(-1)], -1)

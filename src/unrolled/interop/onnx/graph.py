@@ -194,10 +194,13 @@ def _growing_axis(name: str, forms: list[Tensor]) -> int | None:
 
 
 def _linear_layers(model: nn.Module) -> dict[int, LinearAttention]:
-    """Return the layers of linear attention in a stack, by their index."""
+    """Return the layers of linear attention in a stack, by their index.
+
+    Not those with rotary positions: they rotate the features of a query before it reads the state.
+    """
     blocks = getattr(getattr(model, "stack", None), "blocks", ())
     found = ((i, getattr(block, "attention", None)) for i, block in enumerate(blocks))
-    return {i: layer for i, layer in found if isinstance(layer, LinearAttention)}
+    return {i: layer for i, layer in found if isinstance(layer, LinearAttention) and not layer.rotary}
 
 
 @contextmanager

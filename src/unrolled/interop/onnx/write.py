@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from onnxruntime import InferenceSession
 
 OPSETS = range(20, 26)  # versions with all operators of the graphs
+MOST_BYTES = 2**31 - 2**24  # of the weights in a file of protobuf, with 16 MiB for the rest of the graph
 AGREEMENT = 1e-4  # largest difference from the model, relative to the largest number compared
 
 
@@ -66,15 +67,25 @@ def to_onnx(model: Any, *, opset: int, fused: bool = False, probes: bool = False
 
 
 def check_exportable(model: nn.Module, opset: int) -> None:
-    """Check that the opset can be written and that the model is in fp32.
+    """Check that the opset can be written, that the model is in fp32, and that a graph can hold its weights.
 
     Raises:
         UnsupportedError: the opset or the model is not supported.
+        ValueError: a weight is not finite.
     """
     if opset not in OPSETS:
         raise UnsupportedError(f"opset is {opset}, but must be from {OPSETS[0]} to {OPSETS[-1]}")
     if wrong := {x.dtype for x in model.parameters()} - {torch.float32}:
         raise UnsupportedError(f"the model is {wrong.pop()}, but must be float32; convert it with .float()")
+    weights = dict(model.named_parameters())
+    size = sum(x.nbytes for x in weights.values())
+    if size > MOST_BYTES:
+        raise UnsupportedError(
+            f"the model has {size / 1e9:.1f} GB of weights; a graph holds at most {MOST_BYTES / 1e9:.1f} GB"
+        )
+    for name, weight in weights.items():
+        if not weight.isfinite().all():
+            raise ValueError(f"{name} has numbers that are not finite, so there is nothing to export")
 
 
 def why(error: Exception) -> str:
@@ -195,7 +206,17 @@ def translated(program: ExportedProgram, opset: int, inputs: list[str], outputs:
         raise UnsupportedError(f"opset is {opset}, but torch {torch.__version__} wrote {found.get('')}")
     if foreign := found.keys() - {"", "ai.onnx", "com.microsoft"}:
         raise UnsupportedError(f"the graph would need operators of {', '.join(sorted(foreign))}")
+    _remove_notes(model)
     return model
+
+
+def _remove_notes(model: "ModelProto") -> None:
+    """Remove where each operator comes from: large, and full of paths of this machine."""
+    graph = model.graph
+    values = (*graph.input, *graph.output, *graph.value_info, *graph.initializer)
+    for part in (model, graph, *model.functions, *graph.node, *values):
+        del part.metadata_props[:]
+        part.doc_string = ""
 
 
 def probe_names(recurrence: Recurrence) -> list[str]:
