@@ -20,6 +20,9 @@ WEIGHTS_FILE = "model.safetensors"
 PLAN_FILE = "plan.safetensors"
 """The file of the packed weights that `unrolled.decode` saves; a folder has it instead of `WEIGHTS_FILE`."""
 
+MANIFEST_FILE = "manifest.json"
+"""The file of an exported model that describes its graphs."""
+
 TEMPLATE_FILE = "chat_template.jinja"
 """The file that says how the messages of a chat become one text, as in folders of transformers."""
 
@@ -78,6 +81,11 @@ def incomplete(folder: Path, kind: str, file_name: str) -> str:
         )
     if (otherwise := of_transformers(folder)) is not None:
         return otherwise
+    if (folder / MANIFEST_FILE).exists():
+        return (
+            f"{folder} is not {kind} but an exported model, which `unrolled generate --engine onnx` runs, or "
+            "`unrolled transcribe` if it is of speech"
+        )
     if folder.is_dir():
         return f"{folder} is not {kind}: it has no {file_name}"
     return f"{folder} is not {kind}: it {'is a file' if folder.exists() else 'does not exist'}"

@@ -57,7 +57,8 @@ def test_a_folder_of_the_wrong_kind(folders, tmp_path):
         (("generate", out, "--engine", "onnx", "--tokens", 40), "the model has 30 positions"),
         (("generate", out, "--engine", "onnx", "--prompt", "a" * 31), "--prompt has 31 tokens, too many"),
         (("generate", run_dir, "--prompt", "a" * 31), "too many for the 30 positions of the model"),
-        (("export", out, tmp_path / "x"), "is not a model's folder"),
+        (("export", out, tmp_path / "x"), "is not a model's folder but an exported model, which"),
+        (("info", out), "is not a model's folder but an exported model, which"),
         (("export", run_dir, tmp_path / "x", "--opset", 3), "must be from 20 to 25"),
     ):
         assert sentence in error(*arguments)

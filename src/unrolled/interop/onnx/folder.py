@@ -12,11 +12,12 @@ from torch import nn
 
 from unrolled.contract import Recurrent, UnsupportedError
 from unrolled.data import VOCABULARY_FILE
+from unrolled.folders import MANIFEST_FILE
 from unrolled.generation import generate
 from unrolled.interop.onnx import manifest as _manifest
 from unrolled.interop.onnx.graph import Recurrence
 from unrolled.interop.onnx.manifest import Manifest, Probe
-from unrolled.interop.onnx.record import FILE_NAME, Record
+from unrolled.interop.onnx.record import Record
 from unrolled.interop.onnx.speech_manifest import SpeechManifest
 from unrolled.interop.onnx.write import probe_names, quantized, to_onnx
 from unrolled.models.limits import n_positions
@@ -43,7 +44,7 @@ def read_manifest(folder: str | Path) -> Record:
     """
     folder = Path(folder)
     try:
-        found = json.loads((folder / FILE_NAME).read_text())["format"]
+        found = json.loads((folder / MANIFEST_FILE).read_text())["format"]
     except (OSError, ValueError, LookupError, TypeError):
         found = None  # `load` says what is wrong
     kind = SpeechManifest if found == SpeechManifest.format else Manifest

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, TypedDict
 
 from unrolled.files import write_file
+from unrolled.folders import MANIFEST_FILE
 
-FILE_NAME = "manifest.json"
 VERSION = 1
 
 
@@ -79,7 +79,7 @@ class Record:
         folder.mkdir(parents=True, exist_ok=True)
         for name in listed_files(folder):  # before the manifest, so that an export can go on after a crash
             (folder / name).unlink(missing_ok=True)
-        (folder / FILE_NAME).unlink(missing_ok=True)  # first, so that it never describes other graphs
+        (folder / MANIFEST_FILE).unlink(missing_ok=True)  # first, so that it never describes other graphs
         for name, content in files.items():
             write_file(folder / name, content)
             self.files[name] = describe_file(folder / name)
@@ -94,7 +94,7 @@ class Record:
         values = {"format": self.format, "version": VERSION, **self.to_json()}
         values["sha256"] = _digest(values)
         text = json.dumps(values, indent=1, allow_nan=False) + "\n"
-        write_file(folder / FILE_NAME, text)
+        write_file(folder / MANIFEST_FILE, text)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -103,9 +103,9 @@ class Record:
         Raises:
             ValueError: there is no manifest, it was changed after it was written, or it has another format.
         """
-        path = folder / FILE_NAME
+        path = folder / MANIFEST_FILE
         if not path.is_file():
-            raise ValueError(f"{folder} is not a folder of unrolled export: it has no {FILE_NAME}")
+            raise ValueError(f"{folder} is not a folder of unrolled export: it has no {MANIFEST_FILE}")
         try:
             values = json.loads(path.read_text())
             found = values["format"], values["version"]
@@ -138,11 +138,11 @@ class Record:
             raise ValueError(f"{path} cannot be read: {error.strerror}") from error
         if len(content) != entry["bytes"]:
             raise ValueError(
-                f"{path} has {len(content)} bytes, but must have {entry['bytes']} according to {FILE_NAME}; "
-                "export again"
+                f"{path} has {len(content)} bytes, but must have {entry['bytes']} according to "
+                f"{MANIFEST_FILE}; export again"
             )
         if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-            raise ValueError(f"{path} is not the file of {FILE_NAME}, its SHA-256 differs; export again")
+            raise ValueError(f"{path} is not the file of {MANIFEST_FILE}, its SHA-256 differs; export again")
         return content
 
 
@@ -155,7 +155,7 @@ def describe_file(path: Path) -> FileEntry:
 def listed_files(folder: Path) -> list[str]:
     """Name the files in a folder that its manifest lists; none if it has no manifest or a damaged one."""
     try:
-        values = json.loads((folder / FILE_NAME).read_text())
+        values = json.loads((folder / MANIFEST_FILE).read_text())
         if values.pop("sha256") != _digest(values):
             return []
         names = [*(graph["file"] for graph in values["graphs"].values()), *values["files"]]

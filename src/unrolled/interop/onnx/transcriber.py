@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from unrolled.data import Vocabulary
+from unrolled.folders import MANIFEST_FILE
 from unrolled.interop.onnx.model import open_session
-from unrolled.interop.onnx.record import FILE_NAME
 from unrolled.interop.onnx.speech_manifest import GRAPH, LOG_PROBS, SAMPLES, SpeechManifest
 from unrolled.ops.checks import check_key_padding_mask, check_tensor, wrong
 
@@ -97,5 +97,7 @@ def load_transcriber(folder: str | Path, *, threads: int = 1) -> OnnxTranscriber
     session = open_session(manifest.read(folder, file), threads)
     found = [x.name for x in (*session.get_inputs(), *session.get_outputs())]
     if found != [SAMPLES, LOG_PROBS]:
-        raise ValueError(f"{folder / file} has other inputs or outputs than its {FILE_NAME}; export again")
+        raise ValueError(
+            f"{folder / file} has other inputs or outputs than its {MANIFEST_FILE}; export again"
+        )
     return OnnxTranscriber(manifest, vocabulary, session)
