@@ -142,7 +142,8 @@ def writing_folder(folder: Path, earlier: Iterable[str] = ()) -> Iterator[Path]:
 
     Args:
         folder: the folder to write.
-        earlier: names of files of its earlier content; those not written again are deleted at the end.
+        earlier: paths of files of its earlier content, relative to `folder`; those not written again are
+            deleted at the end, and so are folders that this leaves empty.
 
     Raises:
         ValueError: another process is writing to `folder`, or it cannot be written to.
@@ -154,9 +155,11 @@ def writing_folder(folder: Path, earlier: Iterable[str] = ()) -> Iterator[Path]:
             remove_staging(folder)
             with replacing_files(folder) as staging:
                 yield staging
-                left = {*earlier} - {file.name for file in staging.iterdir()}
-            for name in left:
-                (folder / name).unlink(missing_ok=True)
+                left = {*earlier} - {file.relative_to(staging).as_posix() for file in staging.rglob("*")}
+            for file in map(folder.joinpath, left):
+                file.unlink(missing_ok=True)
+                if file.parent != folder and not any(file.parent.iterdir()):
+                    file.parent.rmdir()
         finally:
             if exists and not is_run:  # the lock of a run stays; others would only be in the way
                 with suppress(OSError):

@@ -151,6 +151,31 @@ def test_a_page_is_written_again_for_the_same_models_only(run, runtime, tmp_path
     works("export", other, *options, "--force")
 
 
+@pytest.mark.usefixtures("untraced")
+def test_a_page_keeps_nothing_of_an_earlier_page_but_files_of_the_user(run, runtime, tmp_path):
+    shutil.copytree(run, tmp_path / "other")
+    out, fresh = tmp_path / "page", tmp_path / "fresh"
+    web.write_site({"other": tmp_path / "other", "digits": run}, out, runtime=runtime, webgpu=True)
+    mine = {"notes.txt", "models/digits/notes.txt", "runtime/notes.txt"}
+    for name in mine:
+        (out / name).write_text("mine")
+    for page in (out, fresh):
+        web.write_site({"new": run}, page, runtime=runtime)
+    assert everything(out).keys() == everything(fresh).keys() | mine | {"models/digits"}
+
+
+@pytest.mark.usefixtures("untraced")
+def test_only_files_inside_a_page_are_deleted(run, runtime, tmp_path):
+    out, outside = tmp_path / "page", tmp_path / "outside"
+    web.write_site({"digits": run}, outside, runtime=runtime)
+    before = everything(outside)
+    shutil.copytree(outside, out)
+    (out / "models.json").write_text('[{"name": "../../outside/models/digits"}]')
+    (out / "runtime" / "runtime.json").write_text('{"files": {"../../outside/index.html": {}}}')
+    web.write_site({"new": run}, out, runtime=runtime)
+    assert everything(outside) == before
+
+
 def test_every_file_that_the_page_names_exists():
     source = Path(unrolled.__file__).with_name("web")
     for path in source.glob("*.js"):

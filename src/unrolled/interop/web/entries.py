@@ -29,7 +29,7 @@ def vocabulary_of(name: str, run: Path) -> Vocabulary:
     Raises:
         ValueError: the name is not a plain file name, or a page cannot use the vocabulary.
     """
-    if not name or Path(name).name != name or name.startswith("."):
+    if not is_plain(name):
         raise ValueError(
             f"the name of a model is {name!r}, but must be a plain file name: it becomes a folder of the page"
         )
@@ -52,6 +52,11 @@ def vocabulary_of(name: str, run: Path) -> Vocabulary:
             "it must be byte pairs within the words of GPT-2, as unrolled learns them"
         )
     return vocabulary
+
+
+def is_plain(name: str) -> bool:
+    """Return whether a name is that of a visible file, without a path."""
+    return bool(name) and Path(name).name == name and not name.startswith(".")
 
 
 def entry_of(name: str, model: Mapping[str, object], vocabulary: Vocabulary, size: int) -> Entry:

@@ -10,7 +10,7 @@ from unrolled import data
 from unrolled.decode import load_model
 from unrolled.files import read_object, write_file
 from unrolled.folders import writing_folder
-from unrolled.interop.web.entries import Entry, distinguished, entry_of, vocabulary_of
+from unrolled.interop.web.entries import Entry, distinguished, entry_of, is_plain, vocabulary_of
 from unrolled.interop.web.runtime import RUNTIME_INDEX, VERSION, find_licences, runtime_files, write_runtime
 from unrolled.models.ctc import CTCModel
 from unrolled.models.saving import SavedModel
@@ -33,7 +33,8 @@ def write_site(
 
     Args:
         runs: folders of training runs or of packed weights, by the names of the models on the page.
-        out: the folder to write; created if needed.
+        out: the folder to write; created if needed. The models and the runtime of an earlier page in it are
+            deleted.
         runtime: a folder with the files of onnxruntime-web, such as `node_modules/onnxruntime-web/dist`; None
             takes them from the cache or through npm.
         webgpu: also include the WebGPU build of ONNX Runtime (27 MB), used if the browser finds an adapter.
@@ -58,7 +59,7 @@ def write_site(
     found = runtime_files(runtime, webgpu=webgpu)
     licences = find_licences()
 
-    with writing_folder(out) as page:
+    with writing_folder(out, _listed_files(out)) as page:
         entries: list[Entry] = []
         for name, run in runs.items():
             folder = page / "models" / name
@@ -121,6 +122,22 @@ def is_current_page_of(folder: str | Path, runs: Mapping[str, str | Path]) -> bo
         and runtime.get("version") == VERSION
         and _are_whole(folder / "runtime", cast(Any, runtime["files"]))
     )
+
+
+def _listed_files(folder: Path) -> list[str]:
+    """Name the files of models and runtime that the page in a folder lists; none if it holds no page."""
+    from unrolled.interop import onnx
+    from unrolled.interop.onnx.record import FILE_NAME
+
+    names = _names(folder)
+    if names is None:
+        return []
+    files = read_object(folder / "runtime" / RUNTIME_INDEX).get("files")
+    paths = [f"runtime/{file}" for file in files if is_plain(file)] if isinstance(files, dict) else []
+    for name in filter(is_plain, names):
+        if listed := onnx.listed_files(folder / "models" / name):
+            paths += [f"models/{name}/{file}" for file in [*listed, FILE_NAME]]
+    return [path for path in paths if (folder / path).is_file()]
 
 
 def _are_whole(folder: Path, entries: Mapping[str, Mapping[str, Any]]) -> bool:
