@@ -184,6 +184,25 @@ def test_the_time_per_token_is_a_median_without_the_warm_up(browser, address):
     assert [element.text for element in browser.find_elements("css selector", ".time")] == ["–"] * 2
 
 
+def test_the_time_per_token_is_right_on_a_clock_of_whole_milliseconds(browser, address):
+    """Steps are made to take 0.137 ms."""
+    opened(browser, address, TEXT)
+    browser.execute_script(
+        "const { Engine } = await import(new URL('engine.js', location)); const call = Engine.prototype.call;"
+        "let ms = 0; performance.now = () => Math.floor(ms);"
+        "Engine.prototype.call = function (...given) {"
+        "  const end = call.apply(this, given); ms += 0.137; return end; };"  # between two looks at the clock
+    )
+    set_value(browser, "count", "600")
+    run(browser)
+    times = [element.text for element in browser.find_elements("css selector", ".time")]
+    assert all(0.12 < float(time.removesuffix(" ms")) < 0.16 for time in times)
+    lines = browser.find_elements("css selector", "#charts figure:last-child polyline")
+    heights = [float(point.split(",")[1]) for line in lines for point in line.get_attribute("points").split()]
+    assert len(heights) >= 6
+    assert max(heights) < 60  # the axis is at 186
+
+
 def test_the_seed_decides_what_is_drawn(browser, address):
     opened(browser, address, TEXT)
     set_value(browser, "count", "40")

@@ -14,6 +14,7 @@ const $ = (id) => document.getElementById(id);
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 const LONGEST = 20000; // maximum number of tokens to read or to write, so that a wrong input does not fill the memory
 const WARM_UP = 8; // steps whose time does not count, because the browser is still compiling
+const BLOCK = 20; // ms that are measured together, since the clock of a browser may only count whole milliseconds
 const SIDES = ["linear", "third", "fourth", "fifth"]; // classes of models, each with its colour and its line in the charts
 const groups = new Map(); // name of a group -> its entries of models.json
 const loaded = new Map(); // name of a model -> a promise of its engine
@@ -388,18 +389,33 @@ function frame() {
   });
 }
 
+/** Times per token, averaged over blocks of at least BLOCK ms; a shorter block counts only if it is the first one. */
+function averaged(times) {
+  const blocks = [];
+  let [count, sum] = [0, 0];
+  for (const [read, ms] of times) {
+    count++;
+    sum += ms;
+    if (sum >= BLOCK) {
+      blocks.push([read, sum / count]);
+      [count, sum] = [0, 0];
+    }
+  }
+  return blocks.length || !sum ? blocks : [[times.at(-1)[0], sum / count]];
+}
+
 /** The median of times. */
 function median(times) {
   const sorted = times.map((point) => point[1]).sort((a, b) => a - b);
   return sorted[sorted.length >> 1];
 }
 
-/** Medians of blocks of times, since single times vary too much. */
+/** Medians of spans of times, since single ones vary too much. */
 function smoothed(times) {
-  const block = Math.max(1, Math.min(8, Math.ceil(times.length / 8)), Math.ceil(times.length / 40));
+  const span = Math.max(1, Math.min(8, Math.ceil(times.length / 8)), Math.ceil(times.length / 40));
   const points = [];
-  for (let i = 0; i + block <= times.length; i += block) {
-    const part = times.slice(i, i + block);
+  for (let i = 0; i + span <= times.length; i += span) {
+    const part = times.slice(i, i + span);
     points.push([part.at(-1)[0], median(part)]);
   }
   return points;
@@ -434,11 +450,12 @@ function paint(all) {
   const lines = (found) => group.models.map((model) => ({ className: model.side, name: model.title, ...found(model) }));
   const [memory, time] = $("charts").children;
   paintChart(memory, "Memory", lines(({ points, bytes }) => ({ points, value: bytes })), total, size);
-  paintChart(time, "Time per token", lines(({ times }) => ({ points: smoothed(times), value: times.length && median(times) })), total, milliseconds);
   for (const model of group.models) {
-    model.card.querySelector(".time").textContent = model.times.length ? milliseconds(median(model.times)) : "–";
+    model.blocks = averaged(model.times);
+    model.card.querySelector(".time").textContent = model.blocks.length ? milliseconds(median(model.blocks)) : "–";
     model.memory.paint($("layer").value, total, model.last);
   }
+  paintChart(time, "Time per token", lines(({ blocks }) => ({ points: smoothed(blocks), value: median(blocks) })), total, milliseconds);
 }
 
 addEventListener("resize", () => paint(true));
