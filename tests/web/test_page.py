@@ -73,11 +73,11 @@ def test_the_limits_are_those_of_every_model(browser, address):
     set_value(browser, "prompt", "")
     assert "a model here needs a prompt" in browser.find_element("id", "prompt-fault").text
     set_value(browser, "prompt", "1 " * 17)
-    assert "a model here learned 16 positions." in browser.find_element("id", "prompt-fault").text
+    assert "a model here has at most 16 positions." in browser.find_element("id", "prompt-fault").text
     set_value(browser, "prompt", "1 2 3")
     made = run(browser)
     assert [len(result["ids"]) for result in made.values()] == [14] * 3
-    assert "A model here learned 16 positions, and all" in browser.find_element("id", "status").text
+    assert "A model here has at most 16 positions, and all" in browser.find_element("id", "status").text
 
 
 def test_an_image_drawn_by_pointer_is_completed_as_pytorch_completes_it(browser, address, models):

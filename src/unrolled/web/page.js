@@ -258,7 +258,7 @@ function prepare() {
 /** Whether a model of the group cannot begin without a prompt. */
 const needsPrompt = () => group.models.some(({ engine }) => engine.manifest.start_token === null);
 
-/** The fewest positions that a model of the group learned. */
+/** The smallest maximum number of positions of a model of the group. */
 const positions = () => Math.min(...group.models.map(({ engine }) => engine.manifest.max_positions ?? Infinity));
 
 /** Return the ids for the models and the number of tokens to add, or throw a Failure with the reason. */
@@ -274,7 +274,7 @@ function order() {
   if (wrong !== undefined) throw new Failure(`The model has the token ids 0 to ${engine.manifest.vocab_size - 1}, not ${wrong}.`);
   if (prompt.length > LONGEST) throw new Failure(`The prompt is too long: ${prompt.length} tokens, where this page reads ${LONGEST} at most.`);
   const room = Math.min(...group.models.map((model) => model.engine.room(prompt.length)));
-  if (room < 1) throw new Failure(`The prompt is too long: a model here learned ${positions()} positions.`);
+  if (room < 1) throw new Failure(`The prompt is too long: a model here has at most ${positions()} positions.`);
   return { prompt, count: Math.min(Number($("count").value), room, LONGEST), room };
 }
 
@@ -362,7 +362,7 @@ async function run() {
   paint(true);
   const counts = group.models.map((model) => model.ids.length);
   const said = new Set(counts).size > 1 ? counts.join(" and ") : counts[0];
-  const bound = Math.max(...counts) === room ? ` A model here learned ${positions()} positions, and all of them are used.` : "";
+  const bound = Math.max(...counts) === room ? ` A model here has at most ${positions()} positions, and all of them are used.` : "";
   $("status").textContent = `${stopped ? "Stopped" : "Done"} after ${said} token${said === 1 ? "" : "s"}.${bound}`;
   if (document.body.dataset.state === "running") setState("ready"); // but not while another group is loading
 }
