@@ -295,15 +295,24 @@ def test_the_rows_shown_are_those_of_the_slider(browser, address):
 
 
 def test_the_temperature_of_the_export_is_the_default(browser, models, tmp_path):
-    for temperature in ("2", "0.01"):
+    for temperature, shown in {"2": "2", "0.83": "0.85"}.items():  # in steps of 0.05
         out = tmp_path / temperature / "page"
         write_site(
             {"text-linear": models["text-linear"][1]}, out, sampling={"temperature": float(temperature)}
         )
         with served(out) as address:
             opened(browser, address)
-            assert browser.find_element("id", "temperature").get_attribute("value") == temperature
+            assert browser.find_element("id", "temperature").get_attribute("value") == shown
             assert browser.find_element("css selector", "label:has(#count)").text.startswith("Characters to")
+
+
+def test_the_temperature_moves_in_steps_by_keyboard(browser, address):
+    opened(browser, address, TEXT)
+    slider, shown = browser.find_element("id", "temperature"), browser.find_element("id", "temperature-shown")
+    slider.send_keys(Keys.HOME, *[Keys.ARROW_RIGHT] * 16)
+    assert (slider.get_property("value"), shown.text) == ("0.8", "0.80")
+    slider.send_keys(*[Keys.ARROW_RIGHT] * 4)
+    assert (slider.get_property("value"), shown.text) == ("1", "1.00")
 
 
 def test_a_run_ends_with_the_group_that_it_was_begun_with(browser, address):
