@@ -349,6 +349,9 @@ def test_a_prompt_that_the_model_cannot_read_is_refused(browser, address):
     opened(browser, address, TEXT)
     set_value(browser, "prompt", "naïve")
     assert browser.find_element("id", "prompt-fault").text == "The model never saw the character “ï”."
+    for character, code in {"\t": "(U+0009).", "\u0301": "(U+0301)."}.items():
+        set_value(browser, "prompt", f"n{character}")
+        assert browser.find_element("id", "prompt-fault").text.endswith(code)
     assert not browser.find_element("id", "run").is_enabled()
     set_value(browser, "prompt", "")
     assert "Type a few characters" in browser.find_element("id", "prompt-fault").text

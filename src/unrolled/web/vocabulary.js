@@ -5,6 +5,12 @@ import { BytePairs } from "./pairs.js";
 
 const OPENING = "KING:\nWhat ";
 
+/** A character in quotes, with its code point if it cannot be seen on its own: white space, controls and combining marks. */
+function named(character) {
+  const code = character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
+  return `“${character}”${/[\p{C}\p{Z}\p{M}]/u.test(character) ? ` (U+${code})` : ""}`;
+}
+
 export class Vocabulary {
   constructor({ kind, characters, tokenizer }) {
     Object.assign(this, { kind, characters });
@@ -31,7 +37,7 @@ export class Vocabulary {
     if (!this.characters) return Array.from(new TextEncoder().encode(text));
     return Array.from(text, (character) => {
       const id = this.ids.get(character);
-      if (id === undefined) throw new Failure(`The model never saw the character “${character}”.`);
+      if (id === undefined) throw new Failure(`The model never saw the character ${named(character)}.`);
       return id;
     });
   }
