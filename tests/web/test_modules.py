@@ -139,11 +139,27 @@ def test_byte_pairs_are_those_of_the_library(javascript):
     assert found == texts
 
 
-def test_what_the_page_opens_with_can_be_read(javascript):
-    vocabulary = Vocabulary("tokenizer", tokenizer=TextTokenizer.learn([], 257).to_json(), end=0)
-    opening = javascript("vocabulary.js", "new module.Vocabulary(x).opening()", asdict(vocabulary))
-    assert opening
-    assert vocabulary.decode(torch.tensor(vocabulary.encode(opening))) == opening
+@pytest.mark.parametrize(
+    ("fields", "opening"),
+    [
+        ({"characters": sorted(set("KING:\nWhat ")), "data": "tiny-shakespeare"}, "KING:\nWhat "),
+        ({"characters": None, "data": "tiny-shakespeare"}, "KING:\nWhat "),
+        ({"characters": sorted(set("KING:\nWhat ")), "data": "mein-buch.txt"}, "\n"),
+        ({"characters": None}, "\n"),
+        ({"characters": ["a", "b"], "data": "tiny-shakespeare"}, "a"),
+        ({"data": "tiny-shakespeare"}, "KING:\nWhat"),
+        ({}, "\n"),
+    ],
+)
+def test_the_page_opens_with_what_fits_the_text_and_can_be_read(javascript, fields, opening):
+    if "characters" in fields:
+        vocabulary = Vocabulary("text", **fields)
+    else:
+        pairs = TextTokenizer.learn([], 257).to_json()
+        vocabulary = Vocabulary("tokenizer", tokenizer=pairs, end=0, **fields)
+    found = javascript("vocabulary.js", "new module.Vocabulary(x).opening()", asdict(vocabulary))
+    assert found == opening
+    assert vocabulary.decode(torch.tensor(vocabulary.encode(found))) == found
 
 
 CANVAS = 'document.createElementNS("http://www.w3.org/1999/xhtml", "canvas")'

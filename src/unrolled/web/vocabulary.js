@@ -3,7 +3,7 @@
 import { Failure } from "./files.js";
 import { BytePairs } from "./pairs.js";
 
-const OPENING = "KING:\nWhat ";
+const SHAKESPEARE = "KING:\nWhat ";
 
 /** A character in quotes, with its code point if it cannot be seen on its own: white space, controls and combining marks. */
 function named(character) {
@@ -12,18 +12,20 @@ function named(character) {
 }
 
 export class Vocabulary {
-  constructor({ kind, characters, tokenizer }) {
-    Object.assign(this, { kind, characters });
+  constructor({ kind, characters, tokenizer, data }) {
+    Object.assign(this, { kind, characters, data });
     this.ids = new Map(characters?.map((character, id) => [character, id]));
     if (kind === "tokenizer") this.pairs = new BytePairs(tokenizer);
   }
 
-  /** A prompt to begin with. */
+  /** A prompt to begin with; for a text that is not known, the start of a line, as in `unrolled generate`. */
   opening() {
     if (this.kind === "ids") return "0 1 2";
-    if (this.pairs) return OPENING.trimEnd(); // a blank belongs to the next word
-    const known = Array.from(OPENING).filter((character) => !this.characters || this.ids.has(character));
-    return known.join("") || this.characters[0];
+    const known = (text) => !this.characters || Array.from(text).every((character) => this.ids.has(character));
+    if (this.data === "tiny-shakespeare" && known(SHAKESPEARE)) {
+      return this.pairs ? SHAKESPEARE.trimEnd() : SHAKESPEARE; // in byte pairs, a blank belongs to the next word
+    }
+    return known("\n") ? "\n" : this.characters[0];
   }
 
   encode(text) {
