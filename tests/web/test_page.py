@@ -24,8 +24,9 @@ from browser import (
 )
 from selenium.webdriver import ActionChains, Keys
 
+from unrolled.data import Vocabulary
 from unrolled.interop.web import write_site
-from unrolled.models import Decoder, DecoderConfig
+from unrolled.models import Decoder, DecoderConfig, RecurrentLM, RecurrentLMConfig
 from unrolled.ops.state import nbytes
 
 
@@ -390,6 +391,15 @@ def test_models_and_their_layers_are_told_apart(browser, address):
         captions = browser.find_elements("css selector", "#memories figcaption")
         shown.append(["φ(q)" in caption.text for caption in captions])
     assert shown == [[True, True, True], [True, True, False], [False, False, True]]
+
+
+def test_a_cell_without_matrices_shows_no_layers(browser, tmp_path):
+    gru = RecurrentLM(RecurrentLMConfig(32, d_model=8, n_layers=1, cell="gru"))
+    Vocabulary("ids").attach(gru).save(tmp_path / "gru")
+    with served(write_site({"gru": tmp_path / "gru"}, tmp_path / "served" / "page")) as address:
+        opened(browser, address)
+        assert run(browser)["gru"]["ids"]
+        assert not browser.find_element("id", "inside").is_displayed()
 
 
 def test_pictures_show_the_state(browser, address):

@@ -11,6 +11,12 @@ export class Memory {
     this.figure.append(this.caption, this.heads);
   }
 
+  /** The numbers of the layers that have a part to show. */
+  get layers() {
+    const layers = this.engine.manifest.state.map((part) => /^layers\.(\d+)\./.exec(part.name)?.[1]);
+    return layers.filter((layer) => layer !== undefined && this.part(layer));
+  }
+
   /** The part of a layer's state that is shown: numbers [batch, heads, rows, columns]. */
   part(layer) {
     const parts = this.engine.manifest.state.filter((part) => part.name.startsWith(`layers.${layer}.`));

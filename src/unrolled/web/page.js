@@ -134,7 +134,8 @@ async function show(name) {
     prepare();
     $("models").replaceChildren(...group.models.map((model) => model.card));
   }
-  for (const id of ["bench", "cost", "inside"]) $(id).hidden = kind === "speech";
+  for (const id of ["bench", "cost"]) $(id).hidden = kind === "speech";
+  $("inside").hidden = kind === "speech" || !$("layer").length;
   $("speech").hidden = kind !== "speech";
   $("loading").hidden = true;
   $("demo").hidden = false;
@@ -216,9 +217,6 @@ function describeTemperature() {
 function prepare() {
   const [{ engine, vocabulary }] = group.models;
   const image = group.kind === "image";
-  const parts = group.models.flatMap((model) => model.engine.manifest.state);
-  const layers = new Set(parts.map((part) => /^layers\.(\d+)\./.exec(part.name)?.[1]).filter(Boolean));
-  $("layer").replaceChildren(...Array.from(layers).sort((a, b) => a - b).map((i) => new Option(Number(i) + 1, i)));
   $("charts").replaceChildren(...["Memory", "Time per token"].map((title) => {
     const figure = document.createElement("figure");
     const caption = Object.assign(document.createElement("figcaption"), { textContent: title });
@@ -226,6 +224,8 @@ function prepare() {
     return figure;
   }));
   $("memories").replaceChildren(...group.models.map((model) => (model.memory = new Memory(model)).figure));
+  const layers = new Set(group.models.flatMap((model) => model.memory.layers));
+  $("layer").replaceChildren(...Array.from(layers).sort((a, b) => a - b).map((i) => new Option(Number(i) + 1, i)));
   $("image-input").hidden = !image;
   $("text-input").hidden = image;
   $("run").textContent = image ? "Complete it" : "Write on";
