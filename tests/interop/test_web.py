@@ -316,18 +316,19 @@ def test_models_of_one_vocabulary_stand_side_by_side():
         (decoder | {"attention": "softmax"}, text, "Text", "Softmax attention"),
         (decoder | {"attention": ["delta_net", "delta_net"]}, text, "Text", "Delta net attention"),
         (decoder | {"attention": ["linear", "window"]}, image, "8 × 8 pixels", "Linear and window attention"),
-        (decoder, text, "Text", "Linear attention (4)"),
-        (decoder, other, "Text: 5", "Linear attention"),
-        (lstm, other, "Text: 5", "LSTM"),
+        (decoder | {"attention": "mamba2"}, image, "8 × 8 pixels", "Mamba-2 attention"),
+        (decoder, text, "Text", "Linear attention (5)"),
+        (decoder, other, "Text: 6", "Linear attention"),
+        (lstm, other, "Text: 6", "LSTM"),
         (decoder, verse, "verse", "Linear attention"),
         (decoder | {"attention": "softmax"}, verse | {"data": "prose"}, "verse", "Softmax attention"),
-        (decoder, other | {"data": "verse", "characters": ["d"]}, "verse: 9", "Linear attention"),
+        (decoder, other | {"data": "verse", "characters": ["d"]}, "verse: 10", "Linear attention"),
     ]
     entries = [entry_of(str(n), model, vocabulary, 1) for n, (model, vocabulary, *_) in enumerate(models)]
     vocabularies = {str(n): vocabulary for n, (_, vocabulary, *_) in enumerate(models)}
     found = distinguished(entries, vocabularies)
     assert [(entry["group"], entry["title"]) for entry in found] == [tuple(rest) for _, _, *rest in models]
-    assert [entry["transformer"] for entry in entries[5:8]] == [True, False, True]
+    assert [entry["transformer"] for entry in entries[6:9]] == [True, False, True]
 
 
 @pytest.mark.slow

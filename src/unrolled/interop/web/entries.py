@@ -64,8 +64,8 @@ def entry_of(name: str, model: Mapping[str, object], vocabulary: Vocabulary, siz
     attention = model.get("attention", model.get("cell"))
     if isinstance(attention, list):
         attention = " and ".join(dict.fromkeys(attention))
-    words = str(attention).replace("_", " ")
-    title = f"{words.capitalize()} attention" if "attention" in model else words.upper()
+    words = str(attention).replace("_", " ").replace("mamba2", "Mamba-2")
+    title = f"{words[0].upper()}{words[1:]} attention" if "attention" in model else words.upper()
     if attention is None:  # of the models without both, a model of speech
         title = "BiLSTM"
     sizes = vocabulary.get("shape")
