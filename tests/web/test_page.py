@@ -44,7 +44,7 @@ def test_text_of_200_tokens_is_what_pytorch_writes(browser, address, models):
         assert result["ids"] == expected
     shown = browser.find_element("css selector", ".model.linear .made").text
     assert shown.startswith("Kéy")
-    assert "Done after 200 tokens" in browser.find_element("id", "status").text
+    assert "Done after 200 characters" in browser.find_element("id", "status").text
 
 
 def test_a_model_writes_up_to_the_end_of_its_document(browser, address, models):
@@ -66,7 +66,7 @@ def test_a_model_writes_up_to_the_end_of_its_document(browser, address, models):
     length = expected["text-linear"].index(end) + 1
     assert made["text-linear"]["ids"] == expected["text-linear"][:length]
     assert made["text-softmax"]["ids"] == expected["text-softmax"]
-    assert browser.find_element("id", "status").text == f"Done after {length} and 60 tokens."
+    assert browser.find_element("id", "status").text == f"Done after {length} and 60 characters."
 
 
 def test_the_limits_are_those_of_every_model(browser, address):
@@ -240,7 +240,7 @@ def test_a_run_that_reads_a_long_prompt_can_be_stopped(browser, address):
     )
     run(browser)
     assert browser.execute_script("return window.calls") == 3
-    assert browser.find_element("id", "status").text == "Stopped after 0 tokens."
+    assert browser.find_element("id", "status").text == "Stopped after 0 characters."
 
 
 def test_a_prompt_may_change_during_a_run(browser, address):
@@ -278,10 +278,10 @@ def test_a_double_click_begins_a_run_and_does_not_stop_it(browser, address):
     opened(browser, address, TEXT)
     set_value(browser, "count", "400")
     ActionChains(browser).double_click(browser.find_element("id", "run")).perform()
-    wait_for(browser, lambda _: browser.find_element("id", "status").text == "Done after 400 tokens.")
+    wait_for(browser, lambda _: browser.find_element("id", "status").text == "Done after 400 characters.")
     set_value(browser, "count", "1")
     run(browser)
-    assert browser.find_element("id", "status").text == "Done after 1 token."
+    assert browser.find_element("id", "status").text == "Done after 1 character."
 
 
 def test_the_rows_shown_are_those_of_the_slider(browser, address):
@@ -343,7 +343,7 @@ def test_no_slip_of_the_hand_fills_the_memory(browser, address):
     wait_for(browser, lambda _: state(browser) == "ready")
     assert browser.find_element("id", "status").text.startswith("Stopped after")
     set_value(browser, "prompt", "n" * 20001)
-    assert "20001 tokens, where this page reads 20000" in browser.find_element("id", "prompt-fault").text
+    assert "20001 characters, where this page reads 20000" in browser.find_element("id", "prompt-fault").text
 
 
 def test_a_prompt_that_the_model_cannot_read_is_refused(browser, address):

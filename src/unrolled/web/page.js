@@ -19,7 +19,7 @@ const SIDES = ["linear", "third", "fourth", "fifth"]; // classes of models, each
 const groups = new Map(); // name of a group -> its entries of models.json
 const loaded = new Map(); // name of a model -> a promise of its engine
 let runtimes; // a promise, once the first group is loaded
-let group; // the group that is shown: { kind, models: [model, ...] }
+let group; // the group that is shown: { kind, unit, models: [model, ...] }
 let stop; // ends the run in progress
 let running = Promise.resolve(); // a promise of the end of that run
 
@@ -217,6 +217,7 @@ function describeTemperature() {
 function prepare() {
   const [{ engine, vocabulary }] = group.models;
   const image = group.kind === "image";
+  group.unit = vocabulary.characters ? "character" : "token";
   $("charts").replaceChildren(...["Memory", "Time per token"].map((title) => {
     const figure = document.createElement("figure");
     const caption = Object.assign(document.createElement("figcaption"), { textContent: title });
@@ -248,7 +249,7 @@ function prepare() {
     pad.paint();
   } else {
     $("prompt").value = vocabulary.opening();
-    $("count-unit").textContent = vocabulary.characters ? "Characters" : "Tokens";
+    $("count-unit").textContent = `${group.unit[0].toUpperCase()}${group.unit.slice(1)}s`;
     const room = Math.min(...group.models.map((model) => model.engine.room(0)), LONGEST);
     $("count").max = room;
     $("count").value = Math.min($("count").defaultValue, room);
@@ -272,7 +273,7 @@ function order() {
   if (!prompt.length && needsPrompt()) throw new Failure("Type a few characters: a model here needs a prompt.");
   const wrong = prompt.find((id) => id >= engine.manifest.vocab_size);
   if (wrong !== undefined) throw new Failure(`The model has the token ids 0 to ${engine.manifest.vocab_size - 1}, not ${wrong}.`);
-  if (prompt.length > LONGEST) throw new Failure(`The prompt is too long: ${prompt.length} tokens, where this page reads ${LONGEST} at most.`);
+  if (prompt.length > LONGEST) throw new Failure(`The prompt is too long: ${prompt.length} ${group.unit}s, where this page reads ${LONGEST} at most.`);
   const room = Math.min(...group.models.map((model) => model.engine.room(prompt.length)));
   if (room < 1) throw new Failure(`The prompt is too long: a model here has at most ${positions()} positions.`);
   return { prompt, count: Math.min(Number($("count").value), room, LONGEST), room };
@@ -363,7 +364,7 @@ async function run() {
   const counts = group.models.map((model) => model.ids.length);
   const said = new Set(counts).size > 1 ? counts.join(" and ") : counts[0];
   const bound = Math.max(...counts) === room ? ` A model here has at most ${positions()} positions, and all of them are used.` : "";
-  $("status").textContent = `${stopped ? "Stopped" : "Done"} after ${said} token${said === 1 ? "" : "s"}.${bound}`;
+  $("status").textContent = `${stopped ? "Stopped" : "Done"} after ${said} ${group.unit}${said === 1 ? "" : "s"}.${bound}`;
   if (document.body.dataset.state === "running") setState("ready"); // but not while another group is loading
 }
 
