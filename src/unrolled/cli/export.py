@@ -37,8 +37,8 @@ def export(
     """Export the best weights of a run as ONNX graphs, with vocabulary and manifest.
 
     \b
-      unrolled export runs/book book.onnx --int8
-      unrolled generate book.onnx --engine onnx --prompt "Once upon"
+      unrolled export runs/book exported --int8
+      unrolled generate exported --engine onnx --prompt "Once upon"
       unrolled export runs/digits runs/digits-softmax page --web
 
     A graph maps tokens and a state to logits and the next state, for any batch size. It reads any number of

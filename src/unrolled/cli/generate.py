@@ -88,7 +88,7 @@ def generate(
 
     \b
     An exported model in ONNX Runtime:
-      unrolled generate book.onnx --engine onnx --prompt "Once upon"
+      unrolled generate exported --engine onnx --prompt "Once upon"
 
     A model of plain ids, such as one trained on the copy task, reads and writes ids separated by spaces.
     """

@@ -36,8 +36,8 @@ def transcribe(
     Examples:
       unrolled transcribe runs/speech hello.wav
       unrolled transcribe runs/speech one.wav two.flac --beam-size 8
-      unrolled export runs/speech speech.onnx
-      unrolled transcribe speech.onnx hello.wav
+      unrolled export runs/speech exported
+      unrolled transcribe exported hello.wav
     """
     from unrolled import generation
     from unrolled.cli._models import is_exported

@@ -46,7 +46,7 @@ export class Memory {
       canvas.setAttribute("aria-label", `Head ${head + 1}: ${rows} by ${columns} numbers`);
     });
     const phis = this.engine.manifest.probes?.some((probe) => probe.layer === Number(layer));
-    this.caption.textContent = `${this.title}: ${phis ? "the state S of each head, with φ(q) of the last token on its left. Below S is φ(q)·S, which the model reads from S" : `the state ${part.name.split(".").at(-1)} of each head`}. Each state always has ${rows} × ${columns} numbers.`;
+    this.caption.textContent = `${this.title}: ${phis ? "the state S of each head, with φ(q) of the last token on its left. Below S is φ(q)·S, the numerator of the head's output" : `the state ${part.name.split(".").at(-1)} of each head`}. Each state always has ${rows} × ${columns} numbers.`;
   }
 
   paintCaches(part, { data, dims }, capacity) {
