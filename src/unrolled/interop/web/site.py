@@ -9,7 +9,7 @@ import unrolled
 from unrolled import data
 from unrolled.decode import load_model
 from unrolled.files import read_object, write_file
-from unrolled.folders import writing_folder
+from unrolled.folders import MANIFEST_FILE, writing_folder
 from unrolled.interop.web.entries import Entry, distinguished, entry_of, is_plain, vocabulary_of
 from unrolled.interop.web.runtime import RUNTIME_INDEX, VERSION, find_licences, runtime_files, write_runtime
 from unrolled.models.ctc import CTCModel
@@ -127,7 +127,6 @@ def is_current_page_of(folder: str | Path, runs: Mapping[str, str | Path]) -> bo
 def _listed_files(folder: Path) -> list[str]:
     """Name the files of models and runtime that the page in a folder lists; none if it holds no page."""
     from unrolled.interop import onnx
-    from unrolled.interop.onnx.record import FILE_NAME
 
     names = _names(folder)
     if names is None:
@@ -136,7 +135,7 @@ def _listed_files(folder: Path) -> list[str]:
     paths = [f"runtime/{file}" for file in files if is_plain(file)] if isinstance(files, dict) else []
     for name in filter(is_plain, names):
         if listed := onnx.listed_files(folder / "models" / name):
-            paths += [f"models/{name}/{file}" for file in [*listed, FILE_NAME]]
+            paths += [f"models/{name}/{file}" for file in [*listed, MANIFEST_FILE]]
     return [path for path in paths if (folder / path).is_file()]
 
 
