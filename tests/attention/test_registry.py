@@ -55,6 +55,14 @@ def test_a_missing_direction_or_rotation_is_refused_with_its_reason(name):
             mechanism(8, 2, **options)
 
 
+def test_a_mechanism_without_a_pattern_names_those_that_have_one():
+    having = [
+        x for x in attention.names() if attention.load(x).pattern is not attention.MultiHeadAttention.pattern
+    ]
+    with pytest.raises(UnsupportedError, match=f"; {', '.join(having[:-1])} and {having[-1]} have one"):
+        attention.load("softmax")(8, 2).pattern(4)
+
+
 @pytest.mark.parametrize("registry", [alignment, attention, recurrent])
 def test_editors_are_told_the_class_of_each_name(registry):
     stub = (Path(registry.__path__[0]) / "__init__.pyi").read_text()

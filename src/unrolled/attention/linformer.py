@@ -30,7 +30,7 @@ from unrolled.attention._options import BIDIRECTIONAL_ONLY
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.ops.checks import check_qkv
 from unrolled.ops.chunks import cut
-from unrolled.ops.options import check_integers
+from unrolled.ops.options import check_choice, check_integers
 from unrolled.ops.packing import valid_tokens_first
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.softmax import softmax_attention
@@ -227,8 +227,7 @@ class LinformerAttention(MultiHeadAttention[None, None]):
         **common: Unpack[CommonOptions],
     ):
         super().__init__(d_model, n_heads, **common)
-        if sharing not in SHARING:
-            raise ValueError(f"sharing is {sharing!r}, but must be one of {', '.join(SHARING)}")
+        check_choice("sharing", sharing, SHARING)
         self.sharing = sharing
         linear = projection == "linear" or isinstance(projection, LinearProjection)
         self.supports = self.supports.but(dynamic_length=linear)
@@ -237,7 +236,7 @@ class LinformerAttention(MultiHeadAttention[None, None]):
             self._check_given(projection, rank, max_length)
             self.projection = projection
             return
-        if projection not in list(PROJECTIONS):
+        if not isinstance(projection, str) or projection not in PROJECTIONS:
             raise ValueError(
                 f"projection is {projection!r}, but must be one of {', '.join(PROJECTIONS)}, or a Projection"
             )

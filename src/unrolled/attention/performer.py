@@ -57,6 +57,7 @@ from unrolled.ops.favor import FavorState
 from unrolled.ops.linear import LinearOptions, LinearState, linear_attention, linear_attention_step
 from unrolled.ops.masks import without_padding
 from unrolled.ops.observing import changed
+from unrolled.ops.options import check_choice
 from unrolled.ops.precision import accumulated, without_autocast
 from unrolled.ops.random_features import (
     Projection,
@@ -80,18 +81,18 @@ class PerformerState(NamedTuple):
 
 
 class Features(NamedTuple):
-    """phi(x) = exp(exponent + log_size) * wave; None stands for 0, 0 and 1."""
+    """phi(x) = exp(exponent + log_size) * wave; None stands for 0, 0 and 1.
+
+    The largest exponent is 0, so that no rounding of a large `log_size` can make a shifted feature overflow.
+    """
 
     exponent: Tensor | None  # [...,H,R]
     log_size: Tensor | None  # [...,H]
     wave: Tensor | None  # [...,H,R]
 
     def peak(self) -> Tensor | None:
-        """Return the largest exponent `[...,H]`, detached; None for features without exponentials."""
-        if self.log_size is None:
-            return None
-        log_size = self.log_size.detach()
-        return log_size if self.exponent is None else log_size + self.exponent.detach().amax(-1)
+        """Return the largest of exponent + log_size `[...,H]`, detached; None without exponentials."""
+        return None if self.log_size is None else self.log_size.detach()
 
     def shifted(self, shift: Tensor | None) -> Tensor:
         """Return phi(x) exp(-shift) for a shift `[...,H]`, which is None where `peak` is.
@@ -102,16 +103,8 @@ class Features(NamedTuple):
         if self.log_size is None or shift is None:
             assert self.wave is not None  # features have an exponent, a wave or both
             return self.wave
-        if self.exponent is None:
-            assert self.wave is not None
-            return (self.log_size - shift).unsqueeze(-1).exp() * self.wave
-        # Computed as in `peak`, so that rounding leaves no exponent above 0, however large its parts are.
-        top = self.exponent.detach().amax(-1)
-        log_size = (self.log_size + top - shift - top).unsqueeze(-1)
-        if self.exponent.is_contiguous():
-            size = self.exponent.add_(log_size).exp_()
-        else:  # a view of a product: overwriting a view makes autograd copy its gradient
-            size = (self.exponent + log_size).exp_()
+        log_size = (self.log_size - shift).unsqueeze(-1)
+        size = log_size.exp() if self.exponent is None else self.exponent.add_(log_size).exp_()
         return size if self.wave is None else size * self.wave
 
 
@@ -123,7 +116,10 @@ def positive(x: Tensor, rows: Project) -> Features:
     """Return exp(Wx - |x|^2/2) / sqrt(R)."""
     x = x * x.shape[-1] ** -0.25
     wx = rows(x)
-    return Features(wx, -x.square().sum(-1) / 2 - math.log(wx.shape[-1]) / 2, None)
+    top = wx.detach().amax(-1)
+    # Overwriting a view of a product makes autograd copy its gradient.
+    exponent = wx.sub_(top.unsqueeze(-1)) if wx.is_contiguous() else wx - top.unsqueeze(-1)
+    return Features(exponent, top - x.square().sum(-1) / 2 - math.log(wx.shape[-1]) / 2, None)
 
 
 def hyperbolic(x: Tensor, rows: Project) -> Features:
@@ -320,8 +316,7 @@ class PerformerAttention(MultiHeadAttention[PerformerState, None]):
         **common: Unpack[CommonOptions],
     ):
         super().__init__(d_model, n_heads, **common)
-        if features not in list(KINDS):
-            raise ValueError(f"features is {features!r}, but must be one of {', '.join(KINDS)}")
+        check_choice("features", features, KINDS)
         projection = None
         if rows != "identity":
             n_features = 256 if n_features is None else n_features

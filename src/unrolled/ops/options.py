@@ -3,7 +3,7 @@
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import NoneType, UnionType
 from typing import TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
@@ -85,6 +85,12 @@ def check_mapping(**options: object) -> None:
     for name, given in options.items():
         if not isinstance(given, Mapping):
             raise ValueError(f"{name} is {given!r}, but must map names to values")
+
+
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Require one of several names."""
+    if value not in list(choices):  # a list, since a value that cannot be hashed is not in it either
+        raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(choices)}")
 
 
 def check_booleans(**flags: object) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from unrolled.ops.linear import Keys, LinearState, check_state, linear_attention, linear_attention_step
 from unrolled.ops.linear.chunked import safe_divide
 from unrolled.ops.observing import may_read
-from unrolled.ops.options import check_integers
+from unrolled.ops.options import check_choice, check_integers
 from unrolled.ops.precision import accumulated, accumulation_dtype
 
 Rows = Literal["orthogonal", "regularised", "independent"]
@@ -69,8 +69,7 @@ class Projection(nn.Module):
     def __init__(self, n_heads: int, n_features: int, dim: int, rows: Rows, seed: int | None = None):
         super().__init__()
         check_integers(1, n_features=n_features)
-        if rows not in get_args(Rows):
-            raise ValueError(f"rows is {rows!r}, but must be one of {', '.join(get_args(Rows))}")
+        check_choice("rows", rows, get_args(Rows))
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), device="cpu"))
         check_integers(0, seed=seed)

@@ -43,7 +43,7 @@ from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttent
 from unrolled.contract import UnsupportedError
 from unrolled.ops.masks import causal_mask, without_padding
 from unrolled.ops.observing import may_read
-from unrolled.ops.options import check_integers
+from unrolled.ops.options import check_choice, check_integers
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.state_checks import CONSTANT
@@ -95,8 +95,7 @@ class AFT(MultiHeadAttention[AFTState, None]):
         bias_rank: int = 64,
         **common: Unpack[CommonOptions],
     ):
-        if position_bias not in list(BIASES):
-            raise ValueError(f"position_bias is {position_bias!r}, but must be one of {', '.join(BIASES)}")
+        check_choice("position_bias", position_bias, BIASES)
         self.position_bias = position_bias
         super().__init__(d_model, n_heads, **common)
         if self.n_kv_heads != n_heads or self.value_dim != self.head_dim:

@@ -16,6 +16,7 @@ from unrolled.attention.rfa.sums import (
     signed_rfa_attention_step,
 )
 from unrolled.ops.observing import may_read
+from unrolled.ops.options import check_choice
 from unrolled.ops.precision import accumulated, without_autocast
 from unrolled.ops.random_features import Projection, Rows
 
@@ -62,8 +63,7 @@ class RfaMap(nn.Module):
         self, n_heads: int, head_dim: int, features: str, n_features: int, rows: Rows, seed: int | None
     ):
         super().__init__()
-        if features not in list(KERNELS):
-            raise ValueError(f"features is {features!r}, but must be one of {', '.join(KERNELS)}")
+        check_choice("features", features, KERNELS)
         self.features = features
         self.feature_dim = self.kernel.per_row * n_features
         self.scale = nn.Parameter(torch.ones(n_heads, head_dim))

@@ -30,7 +30,7 @@ from unrolled.ops.checks import check_qkv
 from unrolled.ops.chunks import cut
 from unrolled.ops.merge import merge_softmax
 from unrolled.ops.node import like_attention, one_node
-from unrolled.ops.options import check_integers, check_integers_only
+from unrolled.ops.options import check_choice, check_integers, check_integers_only
 from unrolled.ops.packing import valid_tokens_first
 from unrolled.ops.window import window_attention
 
@@ -52,10 +52,8 @@ class Layout:
     reads: str = "merged"
 
     def __post_init__(self) -> None:
-        for name, options in (("kind", KINDS), ("reads", READS)):
-            value = getattr(self, name)
-            if value not in options:
-                raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(options)}")
+        check_choice("kind", self.kind, KINDS)
+        check_choice("reads", self.reads, READS)
         check_integers(1, stride=self.stride)
         check_integers_only(window=self.window, summary=self.summary, subblocks=self.subblocks)
         if self.kind == "strided" and self.window < self.stride - 1:
