@@ -1,5 +1,6 @@
 import copy
 import math
+import pickle
 from itertools import pairwise
 
 import pytest
@@ -198,6 +199,17 @@ def test_tied_embeddings_are_one_table_whose_first_rows_predict():
     nn.init.zeros_(twin.embedding.weight)
     assert (twin(tokens) == 0).all()
     assert not (model(tokens) == 0).any()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_tied_output_follows_the_table_of_its_model(copied, tmp_path):
+    model, tokens = decoder(tie_embeddings=True), tokens_of(2, 4)
+    model = copied(model)
+    model.embedding = nn.Embedding(VOCAB, 16, dtype=model.embedding.weight.dtype)
+    model.loss(tokens, tokens).backward()
+    assert model.embedding.weight.grad.abs().sum(-1).gt(0).all()  # also of tokens that are not in the input
+    model.save(tmp_path)
+    assert torch.equal(Decoder.load(tmp_path)(tokens), model(tokens))
 
 
 @pytest.mark.parametrize("head", ["categorical", "logistic_mixture"])

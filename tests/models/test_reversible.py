@@ -5,6 +5,7 @@ import torch
 
 from models.kit import assert_same, read
 from unrolled.bench.measure import PeakBytes
+from unrolled.contract import UnsupportedError
 from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
 from unrolled.models.perceiver_ar import PerceiverARConfig
 from unrolled.ops.masks import without_padding
@@ -134,9 +135,10 @@ def test_it_has_the_weights_of_an_ordinary_stack():
 def test_streams_are_fp32_in_half_precision():
     model = decoder(n_layers=8).bfloat16().train()
     streams = []
-    model.stack.blocks[3].register_forward_hook(lambda _, args, y: streams.append(y.dtype))
+    hook = model.stack.blocks[3].register_forward_hook(lambda _, args, y: streams.append(y.dtype))
     with torch.no_grad():
         model(tokens_of())
+    hook.remove()
     assert streams == [torch.float32]
     model.loss(tokens_of(), tokens_of()).backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
@@ -232,6 +234,76 @@ def test_gradients_are_those_of_the_mode_of_the_forward(fields):
         found.append(torch.autograd.grad(loss, list(model.parameters())))
         assert [module.training for module in model.modules()] == modes
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fields", RECOMPUTED, ids=str)
+def test_a_parameter_changed_in_place_before_the_backward_is_refused(fields):
+    model, tokens = recomputing(**fields), tokens_of()
+    loss = model.loss(tokens, tokens)
+    with torch.no_grad():
+        model.stack.blocks[1].ff.up.bias.add_(1)
+    with pytest.raises(RuntimeError, match="bias of Linear was changed in place"):
+        loss.backward()
+
+
+class Adapter(torch.nn.Module):
+    """A layer to which a path with dropout was added, as LoRA does."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.dropout = layer, torch.nn.Dropout(0.5)
+        self.path = torch.nn.Linear(layer.in_features, layer.out_features, bias=False).double()
+
+    def forward(self, x):
+        return self.layer(x) + self.path(self.dropout(x))
+
+
+@pytest.mark.parametrize("fields", RECOMPUTED, ids=str)
+def test_dropout_of_an_adapter_is_the_same_when_it_is_recomputed(fields):
+    model, tokens = recomputing(**fields), tokens_of()
+    ff = model.stack.blocks[0].ff
+    ff.up = Adapter(ff.up)
+    weight = ff.up.path.weight
+
+    def loss():
+        torch.manual_seed(1)
+        return model.loss(tokens, tokens)
+
+    direction, step = torch.randn_like(weight), 1e-5
+    (gradient,) = torch.autograd.grad(loss(), weight)
+    with torch.no_grad():
+        weight.add_(direction, alpha=step)
+        above = loss()
+        weight.sub_(direction, alpha=2 * step)
+        slope = (above - loss()) / (2 * step)
+    torch.testing.assert_close((gradient * direction).sum(), slope, rtol=1e-6, atol=1e-10)
+
+
+@pytest.mark.compilers
+@pytest.mark.parametrize("fields", RECOMPUTED, ids=str)
+def test_compiled_parts_are_recomputed(fields):
+    model, tokens = recomputing(**fields), tokens_of()
+    expected = torch.autograd.grad(model.loss(tokens, tokens), list(model.parameters()))
+    for block in model.stack.blocks:
+        block.ff.up = torch.compile(block.ff.up, backend="eager")
+    found = torch.autograd.grad(model.loss(tokens, tokens), list(model.parameters()))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda block: block.register_forward_hook(lambda _, x, y: 2 * y),
+        lambda block: block.register_full_backward_hook(lambda _, x, y: None),
+        lambda block: block.compile(backend="eager"),
+    ],
+    ids=["forward hook", "backward hook", "compile"],
+)
+def test_what_training_would_not_call_is_refused(change):
+    model, tokens = decoder(), tokens_of()
+    change(model.stack.blocks[1])
+    with pytest.raises(UnsupportedError, match=re.escape("must be on block.attention or block.ff")):
+        model.loss(tokens, tokens)
 
 
 def test_it_trains_an_encoder_with_frozen_embeddings():

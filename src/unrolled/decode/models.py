@@ -158,5 +158,5 @@ def _head(builder: Builder, head: Any, x: Value) -> Value:
     require(head, Categorical)
     if head.project is not None:
         return builder.layer(x, head.project, least=HEAD_WEIGHTS)
-    weight = head.tied.weight[: head.levels].to(builder.table_dtype)  # one table, rounded once
+    weight = head.table.weight[: head.levels].to(builder.table_dtype)  # one table, rounded once
     return builder.linear(x, weight, head.bias, name=builder.names[head], least=HEAD_WEIGHTS)

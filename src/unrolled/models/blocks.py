@@ -45,7 +45,8 @@ def activate(x: Tensor, activation: str) -> Tensor:
 def apply(call: Callable[..., Result], *inputs: object, layer: nn.Module, recompute: bool) -> Result:
     """Call a function of a layer; with `recompute`, keep its inputs only, and run it again for the gradients.
 
-    It runs again with the parameters and in the mode of the first run. The transforms of `torch.func` refuse
+    It runs again with the parameters and in the mode of the first run, even if `functional_call` or `eval`
+    replaced them. Parameters changed in place are an error. The transforms of `torch.func` refuse
     checkpoints, so under them nothing is recomputed.
     """
     if not recompute or transforming():
@@ -97,7 +98,7 @@ class FeedForward(Layer):
         if not torch.is_grad_enabled() or transforming():  # transforms of `torch.func` refuse checkpoints
             return torch.cat([self._whole(part) for part in parts], dim=-2)
         whole = _with_layer_as_now(self, self._whole)
-        again = partial(checkpoint, whole, use_reentrant=False, preserve_rng_state=False)
+        again = partial(checkpoint, whole, use_reentrant=False)  # an adapter of a layer may draw dropout
         return torch.cat([again(part) for part in parts], dim=-2)
 
     def _whole(self, x: Tensor) -> Tensor:

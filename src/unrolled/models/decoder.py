@@ -11,7 +11,7 @@ from unrolled.models.blocks import init_weights
 from unrolled.models.checks import check_layer_states
 from unrolled.models.config import TransformerConfig
 from unrolled.models.embeddings import PixelEmbedding, PositionEmbedding
-from unrolled.models.heads import Categorical, LogisticMixture
+from unrolled.models.heads import Categorical, LogisticMixture, embedding_of
 from unrolled.models.language_model import LanguageModel, TokenMasks
 from unrolled.models.reversible import make_stack
 from unrolled.models.saving import RecomputingModel
@@ -77,18 +77,17 @@ class Decoder(LanguageModel[DecoderState], RecomputingModel):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         self.n_ids = config.vocab_size + config.start_token
-        table = None
         if config.inputs == "pixels":
             self.embedding = PixelEmbedding(config.vocab_size, config.d_model, start_token=config.start_token)
         else:
-            self.embedding = table = nn.Embedding(self.n_ids, config.d_model)
+            self.embedding = nn.Embedding(self.n_ids, config.d_model)
         self.positions = PositionEmbedding.of(config)
         self.dropout = Dropout(config.dropout)
         self.stack = make_stack(config, causal=True)
         if config.head == "logistic_mixture":
             self.head = LogisticMixture(config.d_model, config.vocab_size, config.n_mixtures)
         else:
-            tied = table if config.tie_embeddings else None
+            tied = embedding_of(self) if config.tie_embeddings else None
             self.head = Categorical(config.d_model, config.vocab_size, tied=tied)
         init_weights(self, config)
         if isinstance(self.head, LogisticMixture):

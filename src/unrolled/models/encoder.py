@@ -12,7 +12,7 @@ from unrolled.models.blocks import Masks, activate, init_weights, make_norm
 from unrolled.models.checks import check_ids
 from unrolled.models.config import TransformerConfig, check_classes, check_one_input
 from unrolled.models.embeddings import PositionEmbedding
-from unrolled.models.heads import Categorical
+from unrolled.models.heads import Categorical, embedding_of
 from unrolled.models.reversible import make_stack
 from unrolled.models.saving import RecomputingModel
 from unrolled.ops.checks import check_input, shape, wrong
@@ -115,12 +115,11 @@ class Encoder(RecomputingModel):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config)
-        table = None
         if config.vocab_size is None:
             assert config.input_dim is not None  # the config has checked it
             self.embedding: nn.Linear | nn.Embedding = nn.Linear(config.input_dim, config.d_model)
         else:
-            self.embedding = table = nn.Embedding(config.vocab_size, config.d_model)
+            self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.positions = PositionEmbedding.of(config)
         self.segments = nn.Embedding(config.n_segments, config.d_model) if config.n_segments else None
         self.embedding_norm = make_norm(config) if config.embedding_norm else nn.Identity()
@@ -131,7 +130,7 @@ class Encoder(RecomputingModel):
         if config.output != "hidden":
             n_outputs = config.vocab_size if config.output == "masked" else config.n_classes
             assert n_outputs is not None  # the config has checked it
-            tied = table if config.tie_embeddings else None
+            tied = embedding_of(self) if config.tie_embeddings else None
             self.head = Categorical(config.d_model, n_outputs, bias=config.output_bias, tied=tied)
         init_weights(self, config)
 

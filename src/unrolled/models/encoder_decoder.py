@@ -28,7 +28,7 @@ from unrolled.models.checks import check_ids, check_layer_states, check_parts, c
 from unrolled.models.config import Activation, Mechanisms, Norms, Positions, TransformerConfig
 from unrolled.models.cross import DecoderBlock
 from unrolled.models.embeddings import PositionEmbedding
-from unrolled.models.heads import Categorical
+from unrolled.models.heads import Categorical, embedding_of
 from unrolled.models.saving import RecomputingModel
 from unrolled.models.stack import Stack, States
 from unrolled.models.targets import shifted
@@ -160,7 +160,7 @@ class EncoderDecoder(RecomputingModel):
         for part in ("attention", "cross"):
             tie_layers(getattr(block, part) for block in self.blocks)
         self.norm = make_norm(config) if config.norms[-1] != "post" else nn.Identity()
-        tied = self.embedding if config.tie_embeddings else None
+        tied = embedding_of(self) if config.tie_embeddings else None
         self.head = Categorical(config.d_model, config.vocab_size, tied=tied)
         init_xavier(self)
 

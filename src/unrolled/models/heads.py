@@ -1,6 +1,8 @@
 """Output layers: a distribution over the levels of the next token or pixel."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -63,6 +65,11 @@ class Head(Layer):
         return mean_nll(self.nll(hidden, target), target)
 
 
+def embedding_of(model: nn.Module) -> Callable[[], nn.Embedding]:
+    """Make a function that returns `model.embedding`, and that a copy or pickle of the model copies too."""
+    return partial(getattr, model, "embedding")
+
+
 class Categorical(Head):
     """One logit per level: p(l) = softmax(W h + b)_l.
 
@@ -70,25 +77,35 @@ class Categorical(Head):
         d_model: width of the hidden vectors.
         levels: number of outcomes.
         bias: add a bias b; None: add one unless the output is tied.
-        tied: use the first `levels` rows of this embedding table as W.
+        tied: returns an embedding table, whose first `levels` rows are W. It is called each time, so that the
+            output follows a model whose table is replaced.
     """
 
-    tied: nn.Embedding
-
     def __init__(
-        self, d_model: int, levels: int, *, bias: bool | None = False, tied: nn.Embedding | None = None
+        self,
+        d_model: int,
+        levels: int,
+        *,
+        bias: bool | None = False,
+        tied: Callable[[], nn.Embedding] | None = None,
     ) -> None:
         super().__init__()
         self.levels = levels
         bias = tied is None if bias is None else bias
         self.project = Linear(d_model, levels, bias=bias) if tied is None else None
         self.bias = nn.Parameter(torch.zeros(levels)) if bias and tied is not None else None
-        self.__dict__["tied"] = tied  # not a submodule: the table has one name in the state_dict
+        self.tied = tied
+
+    @property
+    def table(self) -> nn.Embedding:
+        """The embedding table that is tied to the output."""
+        assert self.tied is not None
+        return self.tied()
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits: [..., d_model] -> [..., levels]."""
         if self.project is None:
-            return linear(hidden, self.tied.weight[: self.levels], self.bias)
+            return linear(hidden, self.table.weight[: self.levels], self.bias)
         return cast(Tensor, self.project(hidden))
 
     def log_probs(self, hidden: Tensor) -> Tensor:
@@ -101,7 +118,7 @@ class Categorical(Head):
 
     def mean_loss(self, hidden: Tensor, target: Tensor, *, smoothing: float = 0.0) -> Tensor:
         """Mean cross-entropy with label smoothing; with many levels, in pieces that fit the cache."""
-        project = self.tied if self.project is None else self.project
+        project = self.table if self.project is None else self.project
         if (
             self.levels >= MANY_LEVELS
             and type(project) in (Linear, nn.Embedding)

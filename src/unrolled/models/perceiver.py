@@ -24,7 +24,7 @@ from torch import Tensor
 from unrolled.fields import FromData, Size
 from unrolled.models.config import check_classes
 from unrolled.models.embeddings import PositionEmbedding
-from unrolled.models.heads import Categorical
+from unrolled.models.heads import Categorical, embedding_of
 from unrolled.models.latents import CrossAttend, InputArray, LatentConfig, Latents, init_perceiver
 from unrolled.models.saving import RecomputingModel
 from unrolled.ops.checks import check_matches, shape
@@ -165,7 +165,7 @@ class PerceiverIO(RecomputingModel):
         )
         n_outputs = config.vocab_size if config.output == "masked" else config.n_classes
         assert n_outputs is not None  # the config has checked it
-        tied = self.array.embedding if config.tie_embeddings else None
+        tied = embedding_of(self.array) if config.tie_embeddings else None
         self.head = Categorical(self.query_width, n_outputs, bias=config.output_bias, tied=tied)
         init_perceiver(self, config)
 

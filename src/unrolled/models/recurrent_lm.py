@@ -9,7 +9,7 @@ from unrolled import recurrent
 from unrolled.fields import Fraction, FromData, Size
 from unrolled.models.cells import stack_of
 from unrolled.models.config import ModelConfig
-from unrolled.models.heads import Categorical
+from unrolled.models.heads import Categorical, embedding_of
 from unrolled.models.language_model import LanguageModel, TokenMasks
 from unrolled.ops.checks import wrong
 from unrolled.ops.dropout import Dropout
@@ -75,10 +75,10 @@ class RecurrentLM(LanguageModel[StackedState]):
         self.dropout = Dropout(config.dropout)
         widths = [config.d_model, *[config.width] * config.n_layers]
         self.stack = stack_of(config.cell, config.cell_options, widths, dropout=config.dropout)
-        tied = self.embedding if config.tie_embeddings else None
+        tied = embedding_of(self) if config.tie_embeddings else None
         self.head = Categorical(config.width, config.vocab_size, bias=None, tied=tied)
-        if tied is not None:
-            nn.init.normal_(tied.weight, std=config.d_model**-0.5)
+        if config.tie_embeddings:
+            nn.init.normal_(self.embedding.weight, std=config.d_model**-0.5)
 
     def init_state(self, batch_size: int) -> StackedState:
         """The state before the first token, on the model's device."""

@@ -9,7 +9,8 @@ Kitaev, Kaiser and Levskaya 2020, "Reformer", arXiv 2001.04451, section 3, after
 Gomez et al. 2017, "The Reversible Residual Network", arXiv 1707.04585.
 
 The backward pass goes from the last block to the first, restores the input of each block, and recomputes the
-block for its gradients, with the parameters and in the mode of the forward pass. Dropout masks and hash
+block for its gradients, with the parameters and in the mode of the forward pass. Parameters changed in place
+in between are an error. Dropout masks and hash
 buckets are replayed (see `ops/replay.py`), which costs a byte or two for each bucket. Rounding makes the
 restored streams drift from the original ones, so they are kept in at least fp32. A step of generation carries
 both streams.
@@ -22,10 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from unrolled.contract import UnsupportedError
 from unrolled.models.blocks import Block, Masks
 from unrolled.models.config import TransformerConfig
 from unrolled.models.stack import Stack
-from unrolled.ops.observing import transforming
+from unrolled.ops.observing import has_own_call, transforming
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.replay import Replay, as_now
 
@@ -56,8 +58,9 @@ class ReversibleBlock(Block):
 class ReversibleStack(Stack):
     """A stack of reversible blocks. Training stores only the output of the last one.
 
-    `recompute` has no effect: the blocks are always recomputed. Under `torch.compile` and the transforms of
-    `torch.func`, the outputs are the same, but activations are stored as in an ordinary stack.
+    The blocks are recomputed whatever `recompute` says, except under `torch.compile` and the transforms of
+    `torch.func`, where activations are stored as in an ordinary stack. Otherwise, training calls the parts of
+    a block and not the block itself, so hooks and `compile` belong to `block.attention` and `block.ff`.
     """
 
     block = ReversibleBlock
@@ -69,6 +72,11 @@ class ReversibleStack(Stack):
         if torch.compiler.is_compiling() or transforming() or not torch.is_grad_enabled():
             return super().forward(x, start=start, **masks)
         blocks, of_blocks = self.blocks[start:], self._masks(masks)[start:]
+        if any(has_own_call(block) or block._compiled_call_impl is not None for block in blocks):
+            raise UnsupportedError(
+                "training calls the parts of a reversible block, not the block: hooks and compile() must be "
+                "on block.attention or block.ff"
+            )
         parameters = [p for p in blocks.parameters() if p.requires_grad]
         run: Callable[..., Tensor] = _Run.apply
         x = self._enter(x, masks.get("key_padding_mask"))
@@ -118,14 +126,14 @@ class _Run(torch.autograd.Function):
         (y1, y2), (dy1, dy2) = y.chunk(2, dim=-1), dy.chunk(2, dim=-1)
 
         def back(
-            replay: Replay, function: Callable[..., Tensor], dy: Tensor, x: Tensor, *rest: object
+            replay: Replay, function: Callable[..., Tensor], dz: Tensor, x: Tensor, *rest: object
         ) -> tuple[Tensor, Tensor]:
-            """Recompute the function at x: its value and the gradient of x; parameter gradients add up."""
+            """Recompute z = function(x): z and the gradient of x; parameter gradients add up."""
             with torch.enable_grad():
                 x = x.detach().requires_grad_()
                 z = replay.again(function, x, *rest)
             inputs = [x, *ctx.parameters]
-            dx, *others = torch.autograd.grad(z, inputs, dy.to(z.dtype), allow_unused=True)
+            dx, *others = torch.autograd.grad(z, inputs, dz.to(z.dtype), allow_unused=True)
             for parameter, gradient in zip(ctx.parameters, others, strict=True):
                 if gradient is not None:
                     found = gradients.get(parameter)
@@ -135,8 +143,8 @@ class _Run(torch.autograd.Function):
         calls = list(zip(ctx.blocks, ctx.masks, ctx.replays, strict=True))
         with ctx.as_in_forward():
             for block, own, (attending, feeding) in reversed(calls):
-                fed, dx = back(feeding, block.fed, dy2, y1)
-                y2, dy1 = y2 - fed, dy1 + dx
-                attended, dx = back(attending, block.attended, dy1, y2, own)
-                y1, dy2 = y1 - attended, dy2 + dx
+                fed, d_y1 = back(feeding, block.fed, dy2, y1)
+                y2, dy1 = y2 - fed, dy1 + d_y1
+                attended, d_y2 = back(attending, block.attended, dy1, y2, own)
+                y1, dy2 = y1 - attended, dy2 + d_y2
         return torch.cat([dy1, dy2], dim=-1), None, None, *map(gradients.get, ctx.parameters)

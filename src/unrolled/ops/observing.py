@@ -71,13 +71,15 @@ def plain(tensors: Iterable[Tensor | None]) -> bool:
 
 def changed(modules: Iterable[nn.Module]) -> bool:
     """Whether a module has a hook or its own `forward` or `step`, or there are hooks of all modules."""
-    if any(HOOKS_OF_ALL):
-        return True
-    return any(
-        m._forward_hooks
-        or m._forward_pre_hooks
-        or m._backward_hooks
-        or m._backward_pre_hooks
-        or {"forward", "step"} & vars(m).keys()
-        for m in modules
+    return any(HOOKS_OF_ALL) or any(map(has_own_call, modules))
+
+
+def has_own_call(module: nn.Module) -> bool:
+    """Whether calling a module does more than its class: it has a hook, or its own `forward` or `step`."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or {"forward", "step"} & vars(module).keys()
     )

@@ -30,19 +30,32 @@ def chosen(choose: Callable[[], Tensor], n: int) -> Tensor:
 
 
 def as_now(module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
-    """Return a function that makes contexts in which a module has the tensors and the mode that it has now.
+    """Remember which tensors a module holds, and its mode; return what makes contexts in which it has them.
 
     `torch.func.functional_call` replaces the tensors for one forward pass, and `eval` changes the mode. The
-    shards of FSDP2 are not restored: it replaces them by whole weights in every pass.
+    shards of FSDP2 are not restored: it replaces them by whole weights in every pass. A context raises
+    RuntimeError if a parameter was changed in place. Buffers may be: some layers do so in a forward pass.
     """
     tables: list[tuple[dict[str, Any], list[str]]] = []
+    versions: list[tuple[Tensor, int, str]] = []
     for each in _reachable(module):
         tables += [(held, list(held)) for held in (each._parameters, each._buffers)]
-        tables.append((vars(each), ["training"]))
+        tables.append((vars(each), ["training"] if "training" in vars(each) else []))  # compiled: a property
+        versions += [
+            (x, x._version, f"{name} of {type(each).__name__}")
+            for name, x in each._parameters.items()
+            if x is not None and type(x) in (Tensor, nn.Parameter) and not x.is_inference()
+        ]
     now = [(table, name, table[name]) for table, names in tables for name in names]
 
     @contextmanager
     def context() -> Iterator[None]:
+        for x, version, name in versions:
+            if x._version != version:
+                raise RuntimeError(
+                    f"{name} was changed in place between the forward and the backward pass, which "
+                    "recomputes its layer: call backward before optimizer.step()"
+                )
         changed = [
             (table, name, x, table[name])
             for table, name, x in now

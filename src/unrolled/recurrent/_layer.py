@@ -119,7 +119,7 @@ class RecurrentLayer(ChecksOptions, nn.Module, Generic[State]):
         if attn_mask is not None:
             raise UnsupportedError(f"{self._name} is recurrent, so it takes no attn_mask")
         self._check_input("x", x, 3)
-        # Padding on the right has no effect on the tokens before it.
+        # A pack becomes rows padded on the right. This padding has no effect on the tokens before it.
         if cu_seqlens is not None:
             if key_padding_mask is not None:
                 raise ValueError(

@@ -16,6 +16,7 @@ from functools import cache
 import torch
 from torch import nn
 
+from unrolled.models.heads import Categorical
 from unrolled.ops.dense import linear
 from unrolled.training.interfaces import Trainable
 
@@ -29,7 +30,7 @@ def flops_per_token(model: Trainable) -> int:
     Tables of embeddings are only looked up, unless the output is tied to them.
     """
     modules = list(model.modules())
-    tied = {x.weight for m in modules if isinstance(x := getattr(m, "tied", None), nn.Embedding)}
+    tied = {m.table.weight for m in modules if isinstance(m, Categorical) and m.tied}
     tables = {m.weight for m in modules if isinstance(m, nn.Embedding)} - tied
     return 6 * sum(x.numel() for _, x in model.named_parameters() if x.dim() > 1 and x not in tables)
 
