@@ -9,7 +9,6 @@
 // 4. dz_t = dy_t f'(z_t), where z_t is computed anew.
 // 5. dx_t = sum_l weight_l * dz_(t+l), and what the gradient of the final state adds.
 // 6. dweight_l += dz_(t+l) * x_t and dbias += dz_t, summed in single precision over one block only.
-#include <algorithm>
 
 #include "functions.h"
 #include "kernels.h"
@@ -41,7 +40,12 @@ class Segments {
     }
 
     Segment at(Int i) const {
-        const Int n = std::upper_bound(end_, end_ + x_.sequences, i) - end_;
+        Int n = 0;
+        for (Int last = x_.sequences; n < last;) {
+            const Int middle = n + (last - n) / 2;
+            if (end_[middle] <= i) n = middle + 1;
+            else last = middle;
+        }
         Segment s = sequence(n);
         s.from = (i - (n ? end_[n - 1] : 0)) * SEGMENT;
         s.to = min(s.length, s.from + SEGMENT);

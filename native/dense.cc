@@ -19,7 +19,7 @@ constexpr Int DEPTH = 64;  // terms of a partial sum: the total is rounded once 
 template <Type type, int N>
 void dots(const char* weights, Int width, Rows x, Rows y) {
     constexpr int SUMS = 8 / N;  // independent sums for each row, which hide the latency of an addition
-    constexpr Int SIZE = type == FLOAT32 ? 4 : 2;
+    constexpr Int SIZE = size_of(type);
     Vec sums[N][SUMS] = {};
     Int i = 0;
     for (; i + SUMS * WIDTH <= width; i += SUMS * WIDTH)
@@ -43,7 +43,7 @@ void dots(const char* weights, Int width, Rows x, Rows y) {
 // 2a. Lanes hold inputs.
 template <Type type>
 void multiply_dots(const char* weights, Int outputs, Int inputs, Int rows, Rows x, Rows y) {
-    constexpr Int SIZE = type == FLOAT32 ? 4 : 2;
+    constexpr Int SIZE = size_of(type);
     for (Int i = 0; i < outputs; ++i, weights += inputs * SIZE) {
         Int n = 0;
         for (; n + 4 <= rows; n += 4)
@@ -56,7 +56,7 @@ void multiply_dots(const char* weights, Int outputs, Int inputs, Int rows, Rows 
 // 2b. Lanes hold rows of x, which is transposed, so that nothing is summed across lanes.
 template <Type type>
 Status multiply_lanes(const char* weights, Int outputs, Int inputs, Int rows, Rows x, Rows y) {
-    constexpr Int SIZE = type == FLOAT32 ? 4 : 2;
+    constexpr Int SIZE = size_of(type);
     Workspace memory;
     const Rows widened = memory.rows(TILE_ROWS, round_up(inputs)),
                out = memory.rows(TILE_ROWS, round_up(rows));
@@ -85,7 +85,7 @@ Status multiply_lanes(const char* weights, Int outputs, Int inputs, Int rows, Ro
 
 template <Type type>
 Status run(const Dense& d) {
-    constexpr Int SIZE = type == FLOAT32 ? 4 : 2;
+    constexpr Int SIZE = size_of(type);
     const bool in_lanes = d.rows > WIDTH / 2;
     const Int threads = max(1, min(d.threads, d.inputs * d.outputs / WEIGHTS_PER_THREAD));
     return parallel_for(threads, threads, [&](Int part) {

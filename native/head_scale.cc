@@ -3,9 +3,8 @@
 //     u = f(x),   n = u * length / sqrt(|u|^2 + eps),   y = n * weight * g(gate)
 //
 // f is the identity or silu, g is silu or the logistic function. Weight and gate may be absent. With
-// `gate_first`, g(gate) is a factor of u and not of y. The kernel is
-// bound by memory, so everything between reading and writing a head is in single precision, whatever the
-// types of the tensors.
+// `gate_first`, g(gate) is a factor of u and not of y. The kernel is bound by memory, so everything between
+// reading and writing a head is in single precision, whatever the types of the tensors.
 #include "functions.h"
 #include "kernels.h"
 #include "product.h"

@@ -7,8 +7,6 @@
 // enough registers: the sums of one tile would wait for each other, and two streams are read faster than one.
 #pragma once
 
-#include <type_traits>
-
 #include "amx.h"
 #include "tile_output.h"
 
@@ -38,8 +36,8 @@ struct Ahead {
 };
 
 // How many tiles one row is multiplied by at once.
-constexpr std::integral_constant<int, (2 * TILE / WIDTH <= TILE_ROWS * TILE_VECS ? 2 : 1)> TILES_OF_A_ROW;
-constexpr std::integral_constant<int, 1> ONE;
+constexpr Count<(2 * TILE / WIDTH <= TILE_ROWS * TILE_VECS ? 2 : 1)> TILES_OF_A_ROW;
+constexpr Count<1> ONE;
 
 // Some steps of a tile, or of several; the first ones start from the bias, others from the sums so far.
 struct Block {
@@ -170,7 +168,8 @@ inline void multiply_a_row(const Packed& w, Int steps, Int first, Int last, floa
         multiply(ONE, tiles, Block{begin, tile_bytes(w), steps, true, {}}, 0, 0, tile_output(w, tile, y, 0));
     };
     Int tile = first;
-    for (; tile + TILES_OF_A_ROW <= last; tile += TILES_OF_A_ROW) multiply_some(tile, TILES_OF_A_ROW);
+    for (; tile + TILES_OF_A_ROW.value <= last; tile += TILES_OF_A_ROW.value)
+        multiply_some(tile, TILES_OF_A_ROW);
     for (; tile < last; ++tile) multiply_some(tile, ONE);
 }
 

@@ -28,7 +28,7 @@ void read_angles(const Rotary& x, Int row, Int token, float* own, float* others)
 
 template <Type type>
 Status turn(const Rotary& x, Int row, Int from, Int to) {
-    constexpr Int SIZE = type == FLOAT32 ? 4 : 2;
+    constexpr Int SIZE = size_of(type);
     Workspace memory;
     const Int turned = 2 * x.pairs, width = round_up(x.width);
     float *own = memory.zeros(width), *others = memory.zeros(width);

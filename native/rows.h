@@ -41,9 +41,11 @@ inline void store_as(void* at, Vec x) {
     else *(UnalignedHalfVec*)at = narrow<type>(x);
 }
 
+constexpr Int size_of(Int type) { return type == FLOAT32 ? 4 : 2; }
+
 template <Type type>
 inline void read_row(const void* from, Int n, float* to) {
-    constexpr Int SIZE = type == FLOAT32 ? 4 : 2;
+    constexpr Int SIZE = size_of(type);
     Int i = 0;
     for (; i + WIDTH <= n; i += WIDTH) store(to + i, load_as<type>((const char*)from + i * SIZE));
     if (i == n) return;
@@ -54,7 +56,7 @@ inline void read_row(const void* from, Int n, float* to) {
 
 template <Type type>
 inline void write_row(const float* from, Int n, void* to) {
-    constexpr Int SIZE = type == FLOAT32 ? 4 : 2;
+    constexpr Int SIZE = size_of(type);
     Int i = 0;
     for (; i + WIDTH <= n; i += WIDTH) store_as<type>((char*)to + i * SIZE, load(from + i));
     if (i == n) return;
@@ -62,8 +64,6 @@ inline void write_row(const float* from, Int n, void* to) {
     store_as<type>(rest, load(from + i));
     std::memcpy((char*)to + i * SIZE, rest, (size_t)((n - i) * SIZE));
 }
-
-inline Int size_of(Int type) { return type == FLOAT32 ? 4 : 2; }
 
 // Reads `n` elements as floats, followed by zeros up to a whole vector.
 inline void read_row(Int type, const void* from, Int n, float* to) {

@@ -260,7 +260,7 @@ def test_a_run_with_other_settings_is_resumed_by_no_option_that_does_not_exist(
     assert run(*arguments).exit_code == 130
     changed = TINY | {"base": TINY["base"] | {"model": TINY["base"]["model"] | {"n_heads": 2}}}
     tiny.write_text(yaml.safe_dump(changed, sort_keys=False))
-    assert "n_heads was 1 and is now 2 (to start over, add --fresh, or for reproduce remove the folder" in (
+    assert "n_heads was 1 and is now 2 (to start over, use --fresh or remove the run folder)" in (
         error(*arguments)
     )
 

@@ -70,7 +70,7 @@ def test_the_file_is_mapped_and_aligned(tmp_path):
     saved(tmp_path, **MODELS["delta rule, shared keys"])
     found = load(tmp_path)
     with Path("/proc/self/maps").open() as maps:
-        spans = [line.split()[0] for line in maps if line.rstrip().endswith(PLAN_FILE)]
+        spans = [line.split()[0] for line in maps if line.rstrip().endswith(str(tmp_path / PLAN_FILE))]
     [(begin, end)] = [[int(x, 16) for x in span.split("-")] for span in spans]
     for name, matrix in found._program.packed.items():
         for part, x in matrix.tensors().items():

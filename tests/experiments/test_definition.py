@@ -172,6 +172,16 @@ def test_a_scale_changes_sections_of_a_contender_too():
         ({"contenders": {"a": {"model": None}}}, "model of a in contenders of tiny.yaml is None"),
         ({"contenders": {"a": 3}}, "a in contenders of tiny.yaml is 3, but must be a mapping of settings"),
         ({"scales": {"full": {"model": {}}}}, "full in scales of tiny.yaml sets 'model', but must set parts"),
+        ({"expect": []}, r"expect of tiny.yaml is \[\], but must be a list that is not empty, or left out"),
+        ({"expect": ["1 < 2", "1 < 2"]}, "expect of tiny.yaml has '1 < 2' twice"),
+        ({"budget": {"full": "x"}}, "full in budget of tiny.yaml is 'x', but must be a number of minutes"),
+        ({"budget": {"full": -1}}, "full in budget of tiny.yaml is -1, but must be a number of minutes"),
+        (
+            {"sweep": {"train.lr": [0.1, 0.1]}},
+            "train.lr in sweep of tiny.yaml is .*, but must not have a value",
+        ),
+        ({"evaluate": {"same": {}}}, "same in evaluate of tiny.yaml is empty, but must change a setting"),
+        ({"contenders": {"a": {}, "A": {}}}, "'a' and 'A' in contenders of tiny.yaml differ in case only"),
         (
             {"evaluate": {"x": {"train.lr": 1}}},
             "x in evaluate of tiny.yaml sets 'train.lr', but must set parts of data and model, .* or spectrum",

@@ -1,6 +1,7 @@
 """Comparisons of what was measured, against Python's own evaluation of them."""
 
 import math
+import statistics
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,11 @@ from unrolled.experiments.expressions import Expectation
 
 NAMES = ("linear", "lsh-4")
 VALUES = {("loss", "linear", None): 1.5, ("loss", "lsh-4", None): 2.25, ("loss", "lsh-4", "at 9"): -0.5}
+
+
+def known(*place):
+    """The value of one seed."""
+    return [VALUES[place]]
 
 
 class Loss:
@@ -40,28 +46,29 @@ sides = st.recursive(
 def test_an_expectation_is_what_python_makes_of_it(left, relation, right):
     text = f"{left} {relation} {right}"
     found = Expectation.parse(text, NAMES, ["at 9"])
-    held, both = found.judge(lambda *place: VALUES[place])
+    verdict = found.judge(known)
     names = {"loss": Loss(), "abs": abs, "min": min, "max": max}
-    assert held == eval(text, names)
-    assert both == (eval(left, names), eval(right, names))
+    assert verdict.text == text
+    assert verdict.held == eval(text, names)
+    assert verdict.sides == (eval(left, names), eval(right, names))
 
 
 def test_spaces_around_an_expectation_mean_nothing():
-    assert Expectation.parse(' loss["a"] < 2 ', ["a"]).judge(lambda *_: 1.0)[0]
+    assert Expectation.parse(' loss["a"] < 2 ', ["a"]).judge(lambda *_: [1.0]).held
 
 
 def test_what_is_not_measured_yet_is_not_judged():
     found = Expectation.parse('loss["linear"] / 2 < 1', NAMES)
-    assert found.judge(lambda *place: None) == (None, None)
-    assert found.judge(lambda *place: 1.0) == (True, (0.5, 1.0))
+    assert found.judge(lambda *place: None)[1:] == (None, None, None)
+    assert found.judge(lambda *place: [1.0])[1:] == (True, (0.5, 1.0), None)
 
 
 def test_a_mean_is_that_over_all_contenders():
     found = Expectation.parse("abs(mean(loss) - 2) < 1", NAMES)
     assert found.text == "abs(mean(loss) - 2) < 1"
-    assert found.judge(lambda *place: VALUES[place]) == (True, (0.125, 1.0))
-    some = {("loss", "linear", None): 1.5}
-    assert found.judge(lambda *place: some.get(place)) == (None, None)
+    assert found.judge(known)[1:3] == (True, (0.125, 1.0))
+    some = {("loss", "linear", None): [1.5]}
+    assert found.judge(lambda *place: some.get(place))[1:3] == (None, None)
 
 
 def test_the_measures_of_an_expectation():
@@ -71,9 +78,39 @@ def test_the_measures_of_an_expectation():
 
 def test_a_quotient_by_zero_holds_for_nothing():
     for text in ('1 / loss["linear"] > 0', '1 / loss["linear"] <= 0'):
-        held, sides = Expectation.parse(text, NAMES).judge(lambda *place: 0.0)
-        assert held is False
-        assert math.isnan(sides[0])
+        verdict = Expectation.parse(text, NAMES).judge(lambda *place: [0.0, 0.0])
+        assert verdict.held is False
+        assert math.isnan(verdict.sides[0])
+        assert verdict.error is None
+        assert not verdict.close
+
+
+@pytest.mark.parametrize(
+    ("text", "differences"),
+    [
+        ('loss["a"] < loss["b"]', [-1, -1, -4]),
+        ('loss["a"] - loss["b"] > 7', [-8, -8, -11]),
+        ('max(loss["a"], loss["b"]) < 1', [1, 2, 5]),
+        ("mean(loss) < 3", [-1.5, -0.5, 1]),
+        ('abs(loss["a"]) <= 2', [-1, 0, 0]),
+    ],
+)
+def test_the_standard_error_is_that_of_the_differences_of_each_seed(text, differences):
+    seeds = {"a": [1, 2, 2], "b": [2, 3, 6]}
+    verdict = Expectation.parse(text, seeds).judge(lambda measure, contender, evaluation: seeds[contender])
+    assert verdict.error == pytest.approx(statistics.stdev(differences) / math.sqrt(3))
+    assert verdict.close == (abs(verdict.sides[0] - verdict.sides[1]) < verdict.error)
+
+
+def test_a_single_seed_or_other_numbers_of_seeds_have_no_standard_error():
+    found = Expectation.parse('loss["linear"] < loss["lsh-4"]', NAMES)
+    assert found.judge(lambda *place: [1.0]).error is None
+    uneven = {"linear": [1.0, 2.0], "lsh-4": [3.0]}
+    assert found.judge(lambda measure, contender, evaluation: uneven[contender])[1:] == (
+        True,
+        (1.5, 3.0),
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,6 +120,7 @@ def test_a_quotient_by_zero_holds_for_nothing():
         ('loss["linear"]', "must compare two sides with <, <=, > or >="),
         ("1 < 2 < 3", "must compare two sides"),
         ("1 == 1", "must compare two sides"),
+        ('loss["linear"] < True', "has 'True', but must be made of numbers"),
         ('loss["linear", "at 7"] < 1', "has the evaluation 'at 7', but there are: at 9"),
         ("loss[linear] < 1", None),
         ('speed["linear"] < 1', "but must be made of numbers.* and loss, accuracy"),
@@ -100,7 +138,7 @@ def test_a_quotient_by_zero_holds_for_nothing():
 )
 def test_anything_else_is_refused(text, message):
     if message is None:  # without quotes it is the name all the same
-        assert Expectation.parse(text, NAMES).judge(lambda *place: VALUES[place]) == (False, (1.5, 1.0))
+        assert Expectation.parse(text, NAMES).judge(known)[1:3] == (False, (1.5, 1.0))
         return
     with pytest.raises(ValueError, match=message):
         Expectation.parse(text, NAMES, ["at 9"])

@@ -125,6 +125,33 @@ def test_times_of_two_processors_are_not_compared():
     assert [x.held for x in results.verdicts()] == [False, False]
 
 
+def test_times_of_two_processors_have_no_mean():
+    runs = {}
+    results = Results(tiny(sweep=None, expect=None), runs)
+    [first] = results.experiment.sweeps("wide")
+    runs[first.folder] = figures(0.5, processor="A")
+    for trial, processor in zip(results.seeds("wide"), "AB", strict=True):
+        runs[trial.folder] = figures(0.5, processor=processor)
+    assert results.mean("seconds", "wide") is None
+    assert results.mean("loss", "wide") == (0.5, 0)
+    for x in runs.values():
+        x["processor"] = "A"
+    assert results.mean("seconds", "wide") == (2, 0)
+
+
+def test_the_best_values_at_an_edge_of_the_sweep_are_named():
+    runs = {}
+    sweep = {"train.lr": [0.1, 0.001, 0.01], "train.optimizer": ["adamw", "muon"]}
+    results = Results(tiny(seeds=[0], sweep=sweep, expect=None), runs)
+    assert results.edges() == []
+    best = {"wide": 0.1, "narrow": 0.01}
+    for name, lr in best.items():
+        for trial in results.experiment.sweeps(name):
+            runs[trial.folder] = figures(1 + abs(trial.swept["train.lr"] - lr))
+    assert results.edges() == ["The best train.lr is the largest one tried for wide."]
+    assert results.to_json()["edges"] == results.edges()
+
+
 def test_the_table_and_the_file_say_what_was_measured():
     runs = {}
     experiment = tiny(published={"wide": "0.1"}, seeds=[0])

@@ -3,7 +3,7 @@
 import base64
 import json
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -15,14 +15,13 @@ import torch
 from unrolled.bench.machine import processor
 from unrolled.bench.report import table
 from unrolled.cli._output import can_plot, software
-from unrolled.experiments import BESIDE, Figures, Mean, Results, Table
+from unrolled.experiments import BESIDE, Figures, Mean, Results, Table, Verdict
 from unrolled.files import write_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 EVALUATED = "The same models, evaluated in other ways:"
-TRIED = "Loss at each value that was tried, with the first seed:"
 HORIZONTAL = {"step": "training step", "seconds": "seconds of training"}
 
 
@@ -50,8 +49,13 @@ def more_tables(results: Results) -> list[tuple[str, Table]]:
     if experiment.evaluate:
         found.append((EVALUATED, results.evaluated()))
     if experiment.sweep:
-        found.append((TRIED, results.tried()))
+        found.append((tried(results.edges()), results.tried()))
     return found
+
+
+def tried(edges: Iterable[str]) -> str:
+    """Return the title of the table of swept values; `edges` are sentences about the best values."""
+    return " ".join(["Loss at each value that was tried, with the first seed.", *edges])
 
 
 def machine() -> dict[str, str]:
@@ -149,9 +153,18 @@ def told(results: Results) -> list[str]:
     trials = [trial for name in results.experiment.contenders for trial in results.trials(name)]
     ended = all(results.figures(trial) is not None for trial in trials)
     said = {True: "held", False: "NOT HELD", None: "not measured" if ended else "not known yet"}
-    return [f"{said[held]}: {text}{in_figures(sides)}" for text, held, sides in results.verdicts()]
+    return [f"{said[x.held]}{within(x)}: {x.text}{in_figures(x)}" for x in results.verdicts()]
 
 
-def in_figures(sides: Sequence[float] | None) -> str:
-    """Write the values of both sides of an expectation in brackets, if they are known."""
-    return "" if sides is None else f" ({sides[0]:.4g} and {sides[1]:.4g})"
+def within(verdict: Verdict) -> str:
+    """Say so if the sides of an expectation differ by less than the standard error of their difference."""
+    return f", within the standard error of {verdict.error:.2g}" if verdict.close else ""
+
+
+def in_figures(verdict: Verdict) -> str:
+    """Write the values of both sides in brackets, if they are known, with digits that tell them apart."""
+    if verdict.sides is None:
+        return ""
+    left, right = verdict.sides
+    digits = next((n for n in range(4, 18) if f"{left:.{n}g}" != f"{right:.{n}g}"), 4)
+    return f" ({left:.{digits}g} and {right:.{digits}g})"

@@ -144,7 +144,7 @@ def read(path: Path | None, overrides: Sequence[str], data_dir: Path | None = No
 
     Raises:
         ValueError: the file is not a YAML mapping, or an override has no `=` or sets a part of a value that
-            is not a section.
+            is not a section, or the overrides set both `train.steps` and `train.seconds`.
     """
     parsed = None if path is None else _parse(read_text(path), str(path))
     values: dict[str, Any] = {} if parsed is None else parsed
@@ -163,6 +163,9 @@ def read(path: Path | None, overrides: Sequence[str], data_dir: Path | None = No
             target[section] = dict(found)  # a copy: an alias of YAML may stand for the same dict elsewhere
             target = target[section]
         target[last] = _value(value, f"override {override!r}")
+    both = {"train.steps", "train.seconds"} <= {override.partition("=")[0] for override in overrides}
+    if both and values["train"]["seconds"] is not None:
+        raise ValueError("train.steps and train.seconds were both given, but only one ends a run")
     if data_dir is not None:
         options = values.get("data") or {}
         if isinstance(options, dict):  # otherwise `check` says what is wrong

@@ -134,12 +134,15 @@ def train(
             forecast = training.dry_run(model, run.dataset, run.train, run.run_dir, resume=resume)
             if processes.first:
                 _print(forecast, run, where)
+                _report_warm_up(forecast.steps, run)
             return
 
         if processes.first:
             parameters = sum(x.numel() for x in model.parameters())
             others = "" if processes.alone else f"{processes.size} processes, "
             typer.echo(f"{parameters:,} parameters, {others}run folder {run.run_dir}", err=True)
+            if run.train.seconds is None:
+                _report_warm_up(run.train.steps, run)
 
         def start(resumed: bool) -> None:
             if tracker is not None:
@@ -165,6 +168,8 @@ def train(
             _report_loss(result, run)
         result.raise_if_interrupted()
         if processes.first:
+            if run.train.seconds is not None:
+                _report_warm_up(result.steps, run)
             _report_use(run)
 
 
@@ -180,6 +185,16 @@ def _in_its_precision(run: "Run", values: Mapping[str, Any]) -> "Run":
         return run
     saved = run_config.read_saved(run.run_dir).get("train") or {}
     return replace(run, train=replace(run.train, bf16=saved.get("bf16", run.train.bf16)))
+
+
+def _report_warm_up(steps: int, run: "Run") -> None:
+    """Say so if a run ends before the learning rate has reached its highest value."""
+    if steps < (rising := run.train.warmup_steps):
+        typer.echo(
+            f"the learning rate reaches only {steps / rising:.0%} of train.lr: it rises for "
+            f"train.warmup_steps={rising} steps, and the run has {steps}",
+            err=True,
+        )
 
 
 def _report_loss(result: "TrainResult", run: "Run") -> None:

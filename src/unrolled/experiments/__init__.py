@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from unrolled.experiments.definition import SMOKE, SPECTRUM, Experiment, Trial, merged
+from unrolled.experiments.expressions import Mean, Verdict
 from unrolled.experiments.reading import made_of
-from unrolled.experiments.results import BESIDE, Figures, Mean, Results, Table, Verdict
+from unrolled.experiments.results import BESIDE, Figures, Results, Table
 
 __all__ = [
     "BESIDE",

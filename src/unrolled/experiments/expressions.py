@@ -3,9 +3,9 @@
 import ast
 import math
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 MEASURES = (
     "loss",
@@ -41,16 +41,52 @@ COMPARE: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
 }
 FUNCTIONS: dict[str, Callable[..., float]] = {"abs": abs, "min": min, "max": max}
 
-Value = Callable[[str, str, str | None], float | None]
-"""Returns a measure of a contender, in a further evaluation if one is named; None if not known yet."""
+
+class Mean(NamedTuple):
+    """The mean over the seeds and its standard error, which is None for a single seed."""
+
+    mean: float
+    error: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Mean":
+        """Average values, at least one."""
+        n, mean = len(values), math.fsum(values) / len(values)
+        if n == 1:
+            return cls(mean, None)
+        return cls(mean, math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (n - 1) / n))
+
+
+class Verdict(NamedTuple):
+    """An expectation, whether it holds, the values of both sides, and the standard error of their difference.
+
+    `held` and `sides` are None if runs are missing. If a run diverged, the expectation does not hold, and has
+    no sides. The standard error is None for a single seed.
+    """
+
+    text: str
+    held: bool | None
+    sides: tuple[float, float] | None
+    error: float | None
+
+    @property
+    def close(self) -> bool:
+        """Whether the sides differ by less than the standard error of their difference."""
+        if self.sides is None or self.error is None:
+            return False
+        left, right = self.sides
+        return abs(left - right) < self.error
+
+
+Place = tuple[str, str, str | None]
+"""A measure, a contender, and a further evaluation if one is named."""
+
+Values = Callable[[str, str, str | None], Sequence[float] | None]
+"""Returns the values of a `Place`, one for each seed; None if they are not known yet."""
 
 
 class DivergedError(Exception):
     """A run that an expectation needs diverged, so the expectation does not hold."""
-
-
-class _UnknownError(Exception):
-    """A run that an expectation needs has not ended yet."""
 
 
 @dataclass(frozen=True)
@@ -89,21 +125,41 @@ class Expectation:
     @property
     def measures(self) -> set[str]:
         """The measures that are compared."""
-        nodes = [node for side in (self.left, self.right) for node in ast.walk(side)]
-        return {x.value.id for x in nodes if isinstance(x, ast.Subscript) and isinstance(x.value, ast.Name)}
+        return {measure for measure, _, _ in self._places}
 
-    def judge(self, value: Value) -> tuple[bool | None, tuple[float, float] | None]:
-        """Return whether the expectation holds, and both sides.
+    def judge(self, values: Values) -> Verdict:
+        """Judge the expectation by the means of its contenders.
 
-        Both are None if this is not known yet, and the sides are None if a run diverged.
+        The standard error is that of the difference of the sides, computed for each seed: values of one model
+        depend on each other.
         """
         try:
-            sides = _number(self.left, value), _number(self.right, value)
-        except _UnknownError:
-            return None, None
+            found = {place: values(*place) for place in self._places}
         except DivergedError:
-            return False, None
-        return COMPARE[self.relation](*sides), sides
+            return Verdict(self.text, False, None, None)
+        known = {place: of_seeds for place, of_seeds in found.items() if of_seeds is not None}
+        if len(known) < len(found):
+            return Verdict(self.text, None, None, None)
+        sides = self._sides({place: Mean.of(of_seeds).mean for place, of_seeds in known.items()})
+        error = None
+        if known and len({len(of_seeds) for of_seeds in known.values()}) == 1:
+            each = [dict(zip(known, seed, strict=True)) for seed in zip(*known.values(), strict=True)]
+            error = Mean.of([left - right for left, right in map(self._sides, each)]).error
+        held = COMPARE[self.relation](*sides)
+        return Verdict(self.text, held, sides, error if error is None or math.isfinite(error) else None)
+
+    @property
+    def _places(self) -> list[Place]:
+        nodes = [node for side in (self.left, self.right) for node in ast.walk(side)]
+        found = [
+            (x.value.id, *_place(x))
+            for x in nodes
+            if isinstance(x, ast.Subscript) and isinstance(x.value, ast.Name)
+        ]
+        return list(dict.fromkeys(found))
+
+    def _sides(self, values: Mapping[Place, float]) -> tuple[float, float]:
+        return _number(self.left, values), _number(self.right, values)
 
 
 @dataclass
@@ -122,7 +178,7 @@ class _Means(ast.NodeTransformer):
 
 def _check(node: ast.expr, text: str, contenders: Collection[str], evaluations: Collection[str]) -> None:
     match node:
-        case ast.Constant(value=int() | float()):
+        case ast.Constant(value=int() | float() as x) if not isinstance(x, bool):
             return
         case ast.UnaryOp(op=ast.USub(), operand=x):
             parts = [x]
@@ -170,19 +226,16 @@ def _names(node: ast.Subscript) -> tuple[Any, ...]:
     return place if isinstance(place, tuple) else (place,)
 
 
-def _number(node: ast.expr, value: Value) -> float:
+def _number(node: ast.expr, values: Mapping[Place, float]) -> float:
     match node:
         case ast.Constant(value=x):
             return float(x)  # type: ignore[arg-type]  # a number, as `_check` has made sure
         case ast.UnaryOp(operand=x):
-            return -_number(x, value)
+            return -_number(x, values)
         case ast.BinOp(left=x, op=op, right=y):
-            return BINARY[type(op)](_number(x, value), _number(y, value))
+            return BINARY[type(op)](_number(x, values), _number(y, values))
         case ast.Call(func=ast.Name(id=name), args=parts):
-            return FUNCTIONS[name](*(_number(part, value) for part in parts))
+            return FUNCTIONS[name](*(_number(part, values) for part in parts))
         case ast.Subscript(value=ast.Name(id=name)):
-            found = value(name, *_place(node))
-            if found is None:
-                raise _UnknownError
-            return found
+            return values[name, *_place(node)]
     raise AssertionError(ast.dump(node))

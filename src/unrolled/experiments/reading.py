@@ -1,6 +1,6 @@
 """Experiments from the contents of their files, which are checked."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from itertools import combinations
 from pathlib import Path
@@ -87,7 +87,18 @@ def _check_keys(values: Mapping[str, Any], source: Path) -> None:
             expected = {dict: "a mapping", list: "a list", str: "text"}[kind]
             raise ValueError(
                 f"{name} of {source} is {values[name]!r}, but must be {expected} that is not empty"
+                + ("" if name in needed else ", or left out")
             )
+    if twice := _twice(values.get("expect", [])):
+        raise ValueError(f"expect of {source} has {twice!r} twice")
+    for scale, minutes in values["budget"].items():
+        if isinstance(minutes, bool) or not isinstance(minutes, int | float) or minutes < 0:
+            raise ValueError(f"{scale} in budget of {source} is {minutes!r}, but must be a number of minutes")
+
+
+def _twice(values: Sequence[Any]) -> Any:
+    """Return the first value that is in a list twice, or None."""
+    return next((x for i, x in enumerate(values) if x in values[:i]), None)
 
 
 def _check_names(values: Mapping[str, Any], source: Path) -> None:
@@ -105,6 +116,12 @@ def _check_names(values: Mapping[str, Any], source: Path) -> None:
             if not name or not_in_names(name) or name.startswith("."):
                 why = "begins with a dot or has a slash" if name else "is empty"
                 raise ValueError(f"the name {name!r} in {part} of {source} is that of a folder, but {why}")
+        alike: dict[str, str] = {}
+        for name in values.get(part, {}):
+            if (other := alike.setdefault(name.casefold(), name)) != name:
+                raise ValueError(
+                    f"{other!r} and {name!r} in {part} of {source} differ in case only, and so would folders"
+                )
     if SMOKE in values.get("scales", {}):
         raise ValueError(
             f"scales of {source} has {SMOKE!r}, but must not: that scale is two steps of every run"
@@ -134,6 +151,8 @@ def _check_varied(what: str, given: Mapping[str, Any]) -> None:
             raise ValueError(f"sweep of {what} has {key!r}, but must have settings like train.lr")
         if not isinstance(values, list) or not values:
             raise ValueError(f"{key} in sweep of {what} is {values!r}, but must be a list of values")
+        if _twice(values) is not None:
+            raise ValueError(f"{key} in sweep of {what} is {values!r}, but must not have a value twice")
     if not isinstance(seeds, list) or not seeds or any(type(x) is not int for x in seeds):
         raise ValueError(f"seeds of {what} is {seeds!r}, but must be a list of whole numbers")
     if len(set(seeds)) < len(seeds):
@@ -156,5 +175,7 @@ def _check_settings(what: str, settings: object, part: str) -> None:
                 else f"{what} sets {key!r}, but must set parts of data and model, like data.length, or "
                 f"{SPECTRUM}"
             )
+    if part == "evaluate" and not settings:
+        raise ValueError(f"{what} is empty, but must change a setting of data or model, or have {SPECTRUM}")
     if part == "evaluate" and SPECTRUM in settings:
         at_least(1, f"{SPECTRUM} of {what}", settings[SPECTRUM])

@@ -1,14 +1,14 @@
 """The results of the runs of an experiment: means, standard errors, and which expectations hold."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from unrolled.experiments.definition import Experiment, Trial
-from unrolled.experiments.expressions import MEASURES, DivergedError
+from unrolled.experiments.definition import SEED, Experiment, Trial
+from unrolled.experiments.expressions import MEASURES, DivergedError, Mean, Verdict
 
 Figures = Mapping[str, Any]
 """The figures of a run: the `MEASURES`, and under "evaluations" those of each further evaluation. A measure
@@ -19,24 +19,6 @@ Table = tuple[list[str], list[list[str]]]
 
 BESIDE = ("loss", "accuracy", "bleu", "spectral_mass")
 """The measures of further evaluations that are shown."""
-
-
-class Mean(NamedTuple):
-    """The mean over the seeds and its standard error, which is None for a single seed."""
-
-    mean: float
-    error: float | None
-
-
-class Verdict(NamedTuple):
-    """An expectation, whether it holds, and the values of both sides.
-
-    Both are None if runs are missing. If a run diverged, the expectation does not hold, and has no values.
-    """
-
-    text: str
-    held: bool | None
-    sides: tuple[float, float] | None
 
 
 @dataclass(frozen=True)
@@ -85,15 +67,25 @@ class Results:
         return list({trial.folder: trial for trial in tried}.values())
 
     def mean(self, measure: str, contender: str, evaluation: str | None = None) -> Mean | None:
-        """Average a measure over the seeds that have ended; None if none has, or one lacks the measure."""
+        """Average a measure over the seeds that have ended; None as in `values`."""
+        found = self.values(measure, contender, evaluation)
+        return None if found is None else Mean.of(found)
+
+    def values(self, measure: str, contender: str, evaluation: str | None = None) -> list[float] | None:
+        """List a measure of the seeds that have ended.
+
+        None if none has ended, if one lacks the measure, or for times on different processors.
+        """
+        ended = [x for trial in self.seeds(contender) if (x := self.figures(trial)) is not None]
+        if measure.startswith("seconds") and len({x.get("processor") for x in ended}) > 1:
+            return None
         found: list[float] = []
-        for trial in self.seeds(contender):
-            if (figures := self.figures(trial)) is not None:
-                of = figures if evaluation is None else figures["evaluations"][evaluation]
-                if of.get(measure) is None:
-                    return None
-                found.append(of[measure])
-        return mean_of(found) if found else None
+        for figures in ended:
+            of = figures if evaluation is None else figures["evaluations"][evaluation]
+            if of.get(measure) is None:
+                return None
+            found.append(of[measure])
+        return found or None
 
     def verdicts(self) -> list[Verdict]:
         """Judge the expectations.
@@ -101,7 +93,7 @@ class Results:
         An expectation that needs a run that has not ended, or compares times on different processors, is not
         known yet.
         """
-        return [Verdict(x.text, *x.judge(_Judge(self).value)) for x in self.experiment.expectations]
+        return [x.judge(_Judge(self).values) for x in self.experiment.expectations]
 
     def table(self) -> Table:
         """Return the header and a line for each contender that has ended."""
@@ -145,6 +137,19 @@ class Results:
         choices = product(*([f"{key.rpartition('.')[2]} {_short(x)}" for x in sweep[key]] for key in sweep))
         return ["contender", *map(", ".join, choices)], lines
 
+    def edges(self) -> list[str]:
+        """Say for which contenders the best value of a setting is the largest or the smallest one tried."""
+        said = []
+        for key, values in self.experiment.sweep.items():
+            if key == SEED or len(values) == 1 or not all(isinstance(x, int | float) for x in values):
+                continue
+            for edge, word in ((max(values), "largest"), (min(values), "smallest")):
+                best = {name: self.best(name) for name in self.experiment.contenders}
+                names = [name for name, trial in best.items() if trial and trial.swept[key] == edge]
+                if names:
+                    said.append(f"The best {key} is the {word} one tried for {', '.join(names)}.")
+        return said
+
     def to_json(self) -> dict[str, Any]:
         """Return all results as JSON values, for `results.json`."""
         experiment = self.experiment
@@ -157,6 +162,7 @@ class Results:
             "experiment": experiment.name,
             **{name: {"header": header, "lines": lines} for name, (header, lines) in tables.items()},
             "expectations": [_as_json(verdict) for verdict in self.verdicts()],
+            **({"edges": edges} if (edges := self.edges()) else {}),
             "runs": {
                 folder.as_posix(): {"settings": experiment.values(trial), **self.runs[folder]}
                 for name in experiment.contenders
@@ -173,8 +179,8 @@ class _Judge:
         self._results = results
         self._processors: set[object] = set()
 
-    def value(self, measure: str, contender: str, evaluation: str | None) -> float | None:
-        """Return a mean; None if it is not known yet, or cannot be compared with the values before it.
+    def values(self, measure: str, contender: str, evaluation: str | None) -> list[float] | None:
+        """List a measure of all seeds; None if it is not known yet, or not comparable with those before it.
 
         Raises:
             DivergedError: a run of the contender diverged.
@@ -182,28 +188,20 @@ class _Judge:
         if self._results.diverged(contender):
             raise DivergedError
         ended = [self._results.figures(trial) for trial in self._results.seeds(contender)]
-        mean = self._results.mean(measure, contender, evaluation)
-        if mean is None or None in ended:
+        found = self._results.values(measure, contender, evaluation)
+        if found is None or None in ended:
             return None
         if measure.startswith("seconds"):
             self._processors |= {x.get("processor") for x in ended if x is not None}
             if len(self._processors) > 1:
                 return None
-        return mean.mean
+        return found
 
 
 def _as_json(verdict: Verdict) -> dict[str, Any]:
     """Return a verdict as JSON values: JSON has no NaN, which is a quotient by 0."""
     sides = verdict.sides and tuple(x if math.isfinite(x) else None for x in verdict.sides)
     return verdict._asdict() | {"sides": sides}
-
-
-def mean_of(values: Sequence[float]) -> Mean:
-    """Return the mean and its standard error."""
-    n, mean = len(values), math.fsum(values) / len(values)
-    if n == 1:
-        return Mean(mean, None)
-    return Mean(mean, math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (n - 1) / n))
 
 
 def shown_as(measure: str, value: Mean | None) -> str:

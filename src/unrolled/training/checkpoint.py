@@ -36,7 +36,7 @@ from unrolled.training.spread import Spread, local, part_of
 
 FILE = "last.safetensors"
 JSON_KEY = "unrolled.training"
-START_OVER = "(to start over, add --fresh, or for reproduce remove the folder; in Python, resume=False)"
+START_OVER = "(to start over, use --fresh or remove the run folder)"
 CHECKSUMS = ("data.first_batch", "data.first_eval_batch", "data.ids_checksum")
 """What stands for the data in the description of a run."""
 
