@@ -53,6 +53,26 @@ def copied(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "copy"))
 
 
+def test_a_run_that_ends_while_the_learning_rate_rises_says_so(
+    text_settings: list[str], tmp_path: Path
+) -> None:
+    settings = [x for x in text_settings if not x.startswith("train.steps")]
+    short = [*settings, "train.steps=2"]
+    told = (
+        "the learning rate reaches only 25% of train.lr: it rises for train.warmup_steps=8 steps, and the run"
+    )
+    for words in ([f"run_dir={tmp_path / 'short'}"], ["--dry-run"]):
+        assert f"{told} has 2" in works("train", *short, "train.warmup_steps=8", *words).stderr
+    timed = works(
+        "train", *settings, "train.seconds=0.01", "train.warmup_steps=1000000", f"run_dir={tmp_path}/t"
+    )
+    assert "% of train.lr" in timed.stderr
+    enough = works("train", *short, "train.warmup_steps=2", f"run_dir={tmp_path}/enough")
+    assert "of train.lr" not in enough.stderr
+    both = error("train", *short, "train.seconds=1", f"run_dir={tmp_path}/both")
+    assert "train.steps and train.seconds were both given, but only one ends a run" in both
+
+
 def test_train_leaves_a_complete_folder(trained: Path) -> None:
     weights = {"model.safetensors", "last.safetensors"}
     others = {".lock", "config.json", "log.jsonl", "run.yaml", "vocabulary.json"}
