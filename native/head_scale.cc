@@ -20,7 +20,7 @@ template <Type type>
 inline Vec load_part(const void* row, Int i, Int n) {
     const char* at = (const char*)row + i * size_of(type);
     if (__builtin_expect(n - i >= WIDTH, 1)) return load_as<type>(at);
-    float lanes[WIDTH];
+    float lanes[WIDTH] = {};
     read_row<type>(at, n - i, lanes);
     return load(lanes);
 }
