@@ -96,7 +96,7 @@ def test_weights_of_other_models_and_devices_are_refused(
     text = ["data.name=text", f"data.path={runs / 'text.txt'}", "data.length=32"]
     works("train", *text, *MODEL[:2], "model.name=recurrent_lm", *TRAIN, f"run_dir={tmp_path}")
     for command in ("evaluate", "generate"):
-        assert error(command, tmp_path, "--weights", "int8") == "a plan cannot run a RecurrentLM"
+        assert error(command, tmp_path, "--weights", "int8") == "a plan cannot run RecurrentLM"
         printed = error(command, runs / "text", "--weights", "int8", "--device", "cpux")
         assert printed.startswith("--device is cpux, but must be a device of torch")
     works("evaluate", runs / "text", "--weights", "int8", "--device", "cpu:0")

@@ -306,14 +306,14 @@ def replace_the_map_of_keys(model):
 
 
 UNSUPPORTED = {
-    "dropout": ({}, subclassed("dropout"), "a Own"),
-    "dropout of a block": ({}, subclassed("stack.blocks.0.dropout"), "a Own"),
-    "positions": ({}, subclassed("positions"), "a Own"),
-    "norm of heads": (of("retention"), subclassed("stack.blocks.0.attention.head_norm"), "a Own"),
+    "dropout": ({}, subclassed("dropout"), "run Own"),
+    "dropout of a block": ({}, subclassed("stack.blocks.0.dropout"), "run Own"),
+    "positions": ({}, subclassed("positions"), "run Own"),
+    "norm of heads": (of("retention"), subclassed("stack.blocks.0.attention.head_norm"), "run Own"),
     "norm of queries": (
         of("softmax", qk_norm="head"),
         subclassed("stack.blocks.0.attention.q_norm"),
-        "a Own",
+        "run Own",
     ),
     "both directions": (
         {},
@@ -333,8 +333,8 @@ UNSUPPORTED = {
     "mechanism": (of("aft"), None, "aft attention"),
     "dilated window": (of("window", window=3, dilation=2), None, r"dilation \(2, 2, 2, 2\)"),
     "reversible": ({"reversible": True}, None, "ReversibleStack"),
-    "a class of its own": ({}, lambda m: setattr(m.stack.blocks[0].ff, "__class__", Doubled), "a Doubled"),
-    "a norm": ({}, lambda m: setattr(m.stack, "norm", nn.BatchNorm1d(32)), "a BatchNorm1d"),
+    "a class of its own": ({}, lambda m: setattr(m.stack.blocks[0].ff, "__class__", Doubled), "run Doubled"),
+    "a norm": ({}, lambda m: setattr(m.stack, "norm", nn.BatchNorm1d(32)), "run BatchNorm1d"),
     "fp64": ({}, lambda m: m.double(), r"embedding.weight, which is torch.float64 on cpu"),
     "device": ({}, lambda m: m.to("meta"), "on meta"),
     "hook": ({}, hook, "stack.blocks.1.ff.up, which has hooks"),
@@ -343,9 +343,14 @@ UNSUPPORTED = {
     "parametrized": (
         {},
         lambda m: nn.utils.parametrizations.weight_norm(m.stack.blocks[0].ff.up),
-        "a ParametrizedLinear",
+        "run ParametrizedLinear",
     ),
 }
+
+
+def test_a_compiled_model_is_to_be_planned_before_it_is_compiled():
+    with pytest.raises(UnsupportedError, match=r"plan the model before torch\.compile"):
+        plan(torch.compile(decoder(), backend="eager"))
 
 
 @pytest.mark.parametrize(("options", "change", "reason"), UNSUPPORTED.values(), ids=UNSUPPORTED)
@@ -401,7 +406,7 @@ def test_weights_of_another_form_than_that_of_the_plan_are_refused():
 
 
 def test_other_models_are_refused():
-    with pytest.raises(UnsupportedError, match="cannot run a Encoder"):
+    with pytest.raises(UnsupportedError, match="cannot run Encoder"):
         plan(Encoder(EncoderConfig(vocab_size=5, d_model=8, n_heads=2, n_classes=3)))
 
 

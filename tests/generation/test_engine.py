@@ -289,7 +289,10 @@ def test_nothing_to_do() -> None:
         ({"stop": [True]}, r"stop is \[True\], but must be a token id"),
         ({"top_k": 1.5}, "top_k is 1.5, but must be an integer of at least 1"),
         ({"top_p": True}, r"top_p is True, but must be in \(0, 1\]"),
-        ({"repetition_penalty": "x"}, "repetition_penalty is 'x', but must be a finite number above 0"),
+        (
+            {"repetition_penalty": "x"},
+            "repetition_penalty is 'x', but must be a finite number of at least 1e-06",
+        ),
         ({"stop": 1.5}, "stop is 1.5, but must be a token id"),
         ({"seed": 1.5}, "seed is 1.5, but must be an integer"),
         ({"max_new_tokens": -1}, "max_new_tokens is -1, but must be at least 0"),
@@ -351,7 +354,7 @@ def test_weights_are_refused_where_a_plan_cannot_run_the_model() -> None:
         generate(decoder(**of("aft")), [[1]], 3, weights="int8")
     model = decoder()
     verbs = {name: getattr(model, name) for name in ("config", "init_state", "prefill", "step")}
-    with pytest.raises(UnsupportedError, match="weights is 'int8', but a plan cannot run a SimpleNamespace"):
+    with pytest.raises(UnsupportedError, match="weights is 'int8', but a plan cannot run SimpleNamespace"):
         generate(SimpleNamespace(**verbs), [[1]], 3, weights="int8")
 
 

@@ -38,7 +38,7 @@ class FakeStates:
         self.sessions: dict[str, str] = {}
 
     @property
-    def nbytes(self) -> int:
+    def memory(self) -> int:
         return sum(x.nbytes for x in self.kept.values())
 
     def keep(self, snapshot: Snapshot) -> str:

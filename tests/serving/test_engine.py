@@ -933,6 +933,17 @@ def test_tensors_that_are_no_state_are_refused(name):
             runner.state(tensors, 10**12)
 
 
+@pytest.mark.parametrize("name", ["topk", "similarity"])
+def test_a_state_with_more_keys_than_tokens_is_refused(name):
+    runner = ModelRunner(decoder(**of(name)).eval())
+    _, state = runner.read(torch.zeros(600, dtype=torch.long), runner.empty(), "none")
+    tensors = runner.tensors(state)
+    assert runner.state(tensors, 600)
+    forged = {key: x.fill_(3) if key.endswith("position") else x for key, x in tensors.items()}
+    with pytest.raises(ValueError, match=r"the state has .* bytes, but one of 3 tokens at most"):
+        runner.state(forged, 3)
+
+
 @pytest.mark.parametrize("name", ["softmax", "linear", "sparse_transformer", "long_short", "performer"])
 def test_the_size_of_a_state_is_estimated_for_any_length(name):
     model = decoder(**of(name))

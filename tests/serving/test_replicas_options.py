@@ -103,6 +103,9 @@ def test_every_option_reaches_what_it_is_for(monkeypatch: pytest.MonkeyPatch, tm
     states = options.open_states()
     assert opened["store"] == {"state_bytes": 6, "ttl": 7_200.0 + untold(7_200.0)}
     assert (states._recent, states._most) == (untold(7_200.0), 7)
+    states = Options(**given | {"states": "memory:", "state_bytes": None}).open_states()
+    assert opened["store"] == {"state_bytes": 7, "ttl": 7_200.0 + untold(7_200.0)}
+    assert states._most == 0, "the store itself is in memory"
     settings = options.settings()
     assert (settings.host, settings.port, settings.keys, settings.rate) == ("::1", 9, ("secret",), "8/minute")
     assert (settings.origin, settings.timeout) == ("http://page", 5.0)

@@ -114,6 +114,14 @@ def test_a_state_larger_than_the_memory_works(store: Counted) -> None:
     assert store.calls == []
 
 
+def test_the_memory_of_states_is_that_of_the_cache_and_of_a_store_in_memory() -> None:
+    states = States(MemoryStore(None, None), 0)
+    kept = snapshot(1)
+    states.keep(kept)
+    assert states.nbytes == 0
+    assert states.memory == len(kept.to_bytes())
+
+
 def test_states_without_tensors_do_not_pile_up(store: Counted) -> None:
     states = States(store, 10 * OVERHEAD)
     for number in range(100):

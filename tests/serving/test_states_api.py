@@ -11,7 +11,7 @@ from unrolled.contract import UnsupportedError
 from unrolled.serving.jobs import EngineError, TimedOutError
 from unrolled.serving.snapshot import MOST, Snapshot
 from unrolled.serving.states import States
-from unrolled.serving.store import open_store
+from unrolled.serving.store import StateTooLargeError, open_store
 
 
 def snapshot(**changes: Any) -> Snapshot:
@@ -118,7 +118,7 @@ def test_a_store_that_does_not_work() -> None:
 def test_a_state_that_is_larger_than_the_store_is_the_fault_of_the_request() -> None:
     class Small(FakeStates):
         def keep(self, snapshot: Snapshot) -> str:
-            raise ValueError("the state has 8 bytes, but the store keeps 4 at most")
+            raise StateTooLargeError("the state has 8 bytes, but the store keeps 4 at most")
 
     answer = client(states=Small()).post(
         "/v1/completions", json={"model": "book", "prompt": "a", "keep": True}

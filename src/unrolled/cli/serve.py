@@ -62,7 +62,7 @@ def serve(
         str | None, typer.Option(help="Drop the least recently used states beyond this total, such as 50GB.")
     ] = None,
     state_memory: Annotated[
-        str, typer.Option(help="Memory for a cache of the most recently used states of the store.")
+        str, typer.Option(help="Memory for the most recently used states; for memory:, for all states.")
     ] = "256MB",
     deterministic: Annotated[
         bool,

@@ -139,7 +139,9 @@ def require(module: object, *kinds: type) -> None:
         return
     if hasattr(module, "base_layer"):
         raise UnsupportedError(
-            f"a plan cannot run a {kind.__module__}.{kind.__name__}, which is an adapter: merge it into the "
+            f"a plan cannot run {kind.__module__}.{kind.__name__}, which is an adapter: merge it into the "
             "weights first, with merge_and_unload() of peft"
         )
-    raise UnsupportedError(f"a plan cannot run a {kind.__name__}")
+    if hasattr(module, "_orig_mod"):
+        raise UnsupportedError("a plan cannot run a compiled model: plan the model before torch.compile")
+    raise UnsupportedError(f"a plan cannot run {kind.__name__}")

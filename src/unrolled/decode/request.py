@@ -13,6 +13,7 @@ from unrolled.ops.checks import is_integral, on_cpu, wrong, wrong_shape
 from unrolled.ops.options import check_integers, is_number
 
 MOST_ROWS = 100_000
+LEAST_PENALTY = 1e-6  # logits are divided by the penalty; with this one they do not become infinite
 
 Prompts = Tensor | Sequence[Tensor | Sequence[int]]
 Stop = int | Sequence[int | Sequence[int]] | None
@@ -131,9 +132,11 @@ def stop_sequences(stop: Stop, vocab_size: int) -> list[list[int]]:
 
 
 def check_repetition_penalty(penalty: float) -> None:
-    """Raise ValueError unless it is above 0."""
-    if not (is_number(penalty) and penalty > 0):
-        raise ValueError(f"repetition_penalty is {penalty!r}, but must be a finite number above 0")
+    """Raise ValueError unless it is at least `LEAST_PENALTY`."""
+    if not (is_number(penalty) and penalty >= LEAST_PENALTY):
+        raise ValueError(
+            f"repetition_penalty is {penalty!r}, but must be a finite number of at least {LEAST_PENALTY}"
+        )
 
 
 def check_temperature(value: float) -> None:

@@ -102,7 +102,7 @@ def _plan(model: Recurrent, request: Request, weights: Weights | None) -> Plan |
     """Make a plan for a request, if it is asked for or pays off."""
     if not isinstance(model, nn.Module):
         if weights is not None:
-            raise UnsupportedError(f"weights is {weights!r}, but a plan cannot run a {type(model).__name__}")
+            raise UnsupportedError(f"weights is {weights!r}, but a plan cannot run {type(model).__name__}")
         return None
     if weights is None and (request.limit < PLANNED_TOKENS or not unasked()):
         return None

@@ -30,10 +30,10 @@ def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     Args:
         logits: [N, V].
         seen: [N, V] bool, True where the token has occurred in the row's prompt or continuation.
-        penalty: above 0; 1 changes nothing, above 1 discourages repetition, below 1 encourages it.
+        penalty: at least 1e-6; 1 changes nothing, above 1 discourages repetition, below 1 encourages it.
 
     Raises:
-        ValueError: a penalty that is not above 0, or tensors of a wrong shape or type.
+        ValueError: a penalty below 1e-6, or tensors of a wrong shape or type.
     """
     check_repetition_penalty(penalty)
     _check_logits(logits)

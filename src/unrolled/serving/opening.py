@@ -35,7 +35,8 @@ class Options(BaseModel):
         ttl: drop states that were not used for this time: a number of seconds, or a text such as "30d".
         state_bytes: maximum number of bytes of all states; beyond it, the least recently used states are
             dropped.
-        state_memory: memory for a cache of the most recently used states of the store.
+        state_memory: memory for a cache of the most recently used states of the store; for "memory:", the
+            default of `state_bytes`.
         deterministic: whether answers must not depend, bit for bit, on other requests.
         keys: file with one key per line.
         rate: maximum rate of requests of a client, such as "600/minute".
@@ -106,6 +107,9 @@ class Options(BaseModel):
             OSError: the store cannot be reached, read or written.
         """
         ttl = None if self.ttl is None else self.ttl + untold(self.ttl)
+        if self.states == MEMORY:  # without a second copy in a cache
+            most = self.state_bytes or self.state_memory
+            return States(open_store(MEMORY, state_bytes=most, ttl=ttl), 0, self.ttl)
         store = open_store(self.states, state_bytes=self.state_bytes, ttl=ttl)
         return States(store, self.state_memory, self.ttl)
 

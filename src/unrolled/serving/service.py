@@ -14,6 +14,7 @@ from unrolled.serving.protocol.errors import ApiError, invalid
 from unrolled.serving.settings import Settings
 from unrolled.serving.snapshot import Snapshot
 from unrolled.serving.states import States, UnknownState
+from unrolled.serving.store import StateTooLargeError
 
 Result = TypeVar("Result")
 
@@ -41,7 +42,7 @@ class Service:
             lambda: sum(engine.waiting for engine in engines),
             lambda: sum(engine.active for engine in engines),
             {
-                "kept": lambda: self.states.nbytes,
+                "kept": lambda: self.states.memory,
                 "running": lambda: sum(engine.running_bytes for engine in engines),
                 "prefixes": lambda: sum(engine.prefix_bytes for engine in engines),
             },
@@ -122,7 +123,7 @@ class Service:
         """
         try:
             return await self.stored(self.states.keep, snapshot)
-        except ValueError as error:
+        except StateTooLargeError as error:
             raise invalid(f"the state cannot be kept: {error}", "keep", "too_large") from None
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from unrolled.serving.snapshot import Snapshot
 from unrolled.serving.store import Store
+from unrolled.serving.store.memory import MemoryStore
 
 RECENT = 60.0  # maximum seconds for which a state in memory is assumed to be still in the store
 
@@ -59,14 +60,19 @@ class States:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the states in memory, with 1,024 bytes for each besides its tensors."""
+        """Size in bytes of the cache, with 1,024 bytes for each state besides its tensors."""
         return self._bytes
+
+    @property
+    def memory(self) -> int:
+        """Size in bytes of all states in the memory of this process, also of those of a store in memory."""
+        return self._bytes + (self._store.nbytes if isinstance(self._store, MemoryStore) else 0)
 
     def keep(self, snapshot: Snapshot) -> str:
         """Keep a state and return its id. The state is in the store when this method returns.
 
         Raises:
-            ValueError: the state is larger than the limit of the store.
+            StateTooLargeError: the state is larger than the limit of the store.
             OSError: the store cannot be written.
         """
         self._store.put(snapshot.id, snapshot.to_bytes())

@@ -87,6 +87,8 @@ class ModelRunner:
         for name, x in tensors.items():
             if name.split(".")[-1] == "position" and not (x.numel() == 1 and x.item() == tokens):
                 raise ValueError(f"{name} of the state must be {tokens}, its number of tokens")
+        if (size := sum(x.nbytes for x in tensors.values())) > (most := self.nbytes(tokens + MEASURED)):
+            raise ValueError(f"the state has {size:,} bytes, but one of {tokens:,} tokens at most {most:,}")
         in_order = iter([tensors[name].clone() for name in expected])
         state = map_tensors(lambda _: next(in_order), like)
         if self.n_positions is None or tokens < self.n_positions:

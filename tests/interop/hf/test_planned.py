@@ -129,7 +129,7 @@ def test_weights_may_be_rounded(steps):
 def test_adapters_must_be_merged_before_a_plan_runs_them():
     model = make().float()
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["up"]), model)
-    message = r"a plan cannot run a peft\.\S+\.Linear, which is an adapter: merge it into the weights"
+    message = r"a plan cannot run peft\.\S+\.Linear, which is an adapter: merge it into the weights"
     with pytest.raises(UnsupportedError, match=message):
         model.generate(prompts(), max_new_tokens=3, weights="int8")
 

@@ -153,6 +153,19 @@ def test_a_damaged_database_gets_one_sentence(tmp_path: Path) -> None:
         SqliteStore(file).get(KEY)
 
 
+def test_a_database_that_is_damaged_later_cannot_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "states.db"
+    store = SqliteStore(file)
+    for n in range(300):
+        store.put(f"{n:064x}", bytes(5000))
+    for part in tmp_path.iterdir():
+        part.write_bytes(random.Random(0).randbytes(part.stat().st_size))
+    with pytest.raises(OSError, match="cannot be read or written"):
+        [store.get(f"{n:064x}") for n in range(300)]
+    with pytest.raises(OSError, match="cannot be read or written"):
+        store.put(KEY, b"")
+
+
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in ("file/states.db", "."):

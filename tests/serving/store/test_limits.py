@@ -56,6 +56,21 @@ def there(store) -> str:
     return "".join(letter for letter in "abcdef" if store.touch(letter * 64))
 
 
+def test_a_session_of_a_value_that_is_too_old_is_as_good_as_none(make, clock) -> None:
+    store = make(ttl=600)
+    put(store, clock, "ab")
+    for name, key in (("x", A), ("y", B), ("z", C)):
+        assert store.swap(name, None, key)
+    assert store.delete(B)
+    clock.now += 1000
+    assert store.pointer("x") is None
+    assert store.pointer("y") == B, "its value was deleted, and is not too old"
+    assert store.pointer("z") == C, "it never had a value"
+    assert not store.swap("x", A, B)
+    assert store.swap("x", None, B)
+    assert store.pointer("x") == B
+
+
 def test_the_least_recently_used_is_dropped_first(make, clock) -> None:
     store = make(state_bytes=30)
     put(store, clock, "abc")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
 
-from unrolled.decode.request import Sampling
+from unrolled.decode.request import LEAST_PENALTY, Sampling
 from unrolled.serving.store.checks import DIGEST
 
 MOST_TOKENS = 1_000_000
@@ -84,11 +84,11 @@ class TextContinuation(Continuation):
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=1e-6)] | None = Field(
+    repetition_penalty: Annotated[float, Field(ge=LEAST_PENALTY)] | None = Field(
         None,
         description="above 1, makes tokens of this prompt and answer less likely; tokens that `state` has "
         "read do not count",
-    )  # logits are divided by it: from 1e-6 on, they do not become infinite
+    )
     stop: Stops | None = None
     ignore_eos: bool | None = Field(None, description="do not end at a token that ends a text")
     stream_options: StreamOptions | None = None

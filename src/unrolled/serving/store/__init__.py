@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Protocol
 
+from unrolled.serving.store.checks import StateTooLargeError as StateTooLargeError
+
 
 class Store(Protocol):
     """Values by key, and sessions that point to keys. Any number of threads may use a store.
@@ -18,7 +20,7 @@ class Store(Protocol):
         """Keep a value, in place of an older one. The value is stored when this method returns.
 
         Raises:
-            ValueError: the value is larger than the limit of the store.
+            StateTooLargeError: the value is larger than the limit of the store.
         """
 
     def touch(self, key: str) -> bool:
@@ -28,7 +30,10 @@ class Store(Protocol):
         """Delete a value and return whether there was one. Sessions that point to it are left as they are."""
 
     def pointer(self, name: str) -> str | None:
-        """Return the key that a session points to, or None if there is no such session."""
+        """Return the key that a session points to, or None if there is no such session.
+
+        A session whose value was not used for too long is as good as none, here and in `swap`.
+        """
 
     def swap(self, name: str, expected: str | None, new: str | None) -> bool:
         """Point a session to `new` if it points to `expected`, and return whether it did.

@@ -30,7 +30,13 @@ def check_swap(name: str, expected: str | None, new: str | None) -> None:
             check_key(key)
 
 
+class StateTooLargeError(ValueError):
+    """A value is larger than the limit of a store."""
+
+
 def check_size(value: bytes, most_bytes: int) -> None:
     """Check that a value is not larger than the limit of a store."""
     if len(value) > most_bytes:
-        raise ValueError(f"the state has {len(value):,} bytes, but the store keeps {most_bytes:,} at most")
+        raise StateTooLargeError(
+            f"the state has {len(value):,} bytes, but the store keeps {most_bytes:,} at most"
+        )

@@ -59,13 +59,13 @@ class MemoryStore:
         """See `Store.pointer`."""
         check_name(name)
         with self._lock:
-            return self._sessions.get(name)
+            return self._pointer(name)
 
     def swap(self, name: str, expected: str | None, new: str | None) -> bool:
         """See `Store.swap`."""
         check_swap(name, expected, new)
         with self._lock:
-            if self._sessions.get(name) != expected:
+            if self._pointer(name) != expected:
                 return False
             if new is None:
                 self._sessions.pop(name, None)
@@ -75,6 +75,15 @@ class MemoryStore:
 
     def close(self) -> None:
         """See `Store.close`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes of all values."""
+        return self._bytes
+
+    def _pointer(self, name: str) -> str | None:
+        key = self._sessions.get(name)
+        return None if key is None or (key in self._values and self._too_old(key)) else key
 
     def _use(self, key: str) -> bool:
         """Return whether there is a value, and note that it is used now."""

@@ -55,6 +55,7 @@ INSERT INTO states(key, used, pointed, bytes, value)
 VALUES (:key, :now, EXISTS (SELECT 1 FROM sessions WHERE key = :key), :bytes, :value)
 ON CONFLICT(key) DO UPDATE SET used = excluded.used, bytes = excluded.bytes, value = excluded.value
 """
+POINTER = "SELECT sessions.key, used FROM sessions LEFT JOIN states USING (key) WHERE name = ?"
 TOO_OLD = "SELECT key FROM states WHERE pointed IN (0, 1) AND used < ? LIMIT ?"
 IN_ORDER = "SELECT key, bytes FROM states WHERE key != ? ORDER BY pointed, used LIMIT ?"
 
@@ -95,6 +96,11 @@ class SqliteStore:
             self._db = sqlite3.connect(path, timeout=WAIT, isolation_level=None, check_same_thread=False)
             try:
                 self._prepare()
+            except sqlite3.DatabaseError as error:
+                self._db.close()
+                if _code(error) in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+                    raise ValueError(f"{path} is not a database, or a damaged one: {error}") from error
+                raise
             except BaseException:
                 self._db.close()
                 raise
@@ -211,13 +217,14 @@ class SqliteStore:
         try:
             yield
         except sqlite3.Error as error:
-            if _code(error) in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
-                raise ValueError(f"{self._path} is not a database, or a damaged one: {error}") from error
             raise OSError(f"the states in {self._path} cannot be read or written: {error}") from error
 
     def _pointer(self, name: str) -> str | None:
-        row = self._db.execute("SELECT key FROM sessions WHERE name = ?", (name,)).fetchone()
-        return None if row is None else row[0]
+        row = self._db.execute(POINTER, (name,)).fetchone()
+        if row is None or (row[1] is not None and row[1] < self._oldest(self._now())):
+            return None
+        key: str = row[0]
+        return key
 
     def _oldest(self, now: float) -> float:
         """Return the earliest noted use that a value may have without being dropped."""
