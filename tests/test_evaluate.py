@@ -236,3 +236,15 @@ def test_losses_of_tasks_on_bits_are_told_in_bits_too(tmp_path: Path) -> None:
 def test_only_tokens_of_a_tokenizer_have_a_perplexity(runs: Path, tmp_path: Path) -> None:
     assert "perplexity" not in works("evaluate", runs / "text", "--out", tmp_path / "figures.json").stdout
     assert "perplexity" not in json.loads((tmp_path / "figures.json").read_text())
+
+
+def test_answers_are_judged_without_dropout(tmp_path: Path) -> None:
+    listops = ["data.name=listops", "data.shortest=3", "data.length=12", "data.depth=3", "data.val_size=200"]
+    sizes = ["model.d_model=8", "model.n_layers=1", "model.n_heads=2", "model.dropout=0.9"]
+    works("train", *listops, *sizes, *TRAIN, f"run_dir={tmp_path / 'run'}")
+    works("evaluate", tmp_path / "run", "--out", tmp_path / "figures.json")
+    run, model = resolve(read_saved(tmp_path / "run")), models.load(tmp_path / "run").eval()
+    (batch,) = run.dataset.eval_batches(200)
+    right = right_labels(model(batch.inputs, key_padding_mask=batch.key_padding_mask), batch.targets)
+    splits = json.loads((tmp_path / "figures.json").read_text())["splits"]
+    assert splits == {"validation": [int(right.sum()), 200]}

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -440,3 +441,74 @@ def test_settings_of_the_contenders_to_train_are_checked_and_no_others(tiny: Pat
     tiny.write_text(yaml.safe_dump(TINY | changes | {"expect": ["1 < 2"]}, sort_keys=False))
     assert "| wide |" in reproduce(tiny, "--only", "wide")
     assert "spectral mass" in reproduce(tiny, "--table")
+
+
+def test_figures_are_those_of_the_best_weights(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = training.train
+
+    def worse_at_last(model, *arguments, **options):  # type: ignore[no-untyped-def]
+        result = train(model, *arguments, **options)
+        torch.nn.init.zeros_(model.embedding.weight)
+        return replace(result, last_val=9.0)
+
+    monkeypatch.setattr(_experiments.training, "train", worse_at_last)
+    reproduce(tiny, "--only", "wide")
+    folder = tiny.parent / "out" / "tiny" / "quick"
+    for place, figures in json.loads((folder / "results.json").read_text())["runs"].items():
+        assert figures["loss"] == min(figures["curve"]["loss"])
+        settings = run_config.read_saved(folder / place)
+        settings["data"]["length"] = 12
+        longer = run_config.resolve(settings)
+        loss = training.evaluate(load_model(folder / place), longer.dataset, longer.train)
+        assert figures["evaluations"]["longer"]["loss"] == loss
+
+
+def test_the_time_of_a_step_is_that_of_the_steps_that_were_made(tiny: Path) -> None:
+    train = {"seconds": 0.2, "eval_every": 2, "eval_batches": 1, "threads": 1}
+    kept = {name: value for name, value in TINY.items() if name not in ("sweep", "scales")}
+    changed = kept | {"base": TINY["base"] | {"train": train}, "scales": {"quick": {"seeds": [3]}}}
+    tiny.write_text(yaml.safe_dump(changed, sort_keys=False))
+    reproduce(tiny, "--only", "wide")
+    [figures] = json.loads((tiny.parent / "out/tiny/quick/results.json").read_text())["runs"].values()
+    assert figures["seconds_per_step"] == figures["seconds"] / figures["steps"]
+
+
+def test_the_curve_of_a_run_is_that_of_its_losses(tmp_path: Path) -> None:
+    lines = [
+        {"event": "eval", "step": 2, "loss": 2.0, "best": 2.0},
+        {"event": "train", "step": 3, "loss": 9.0},
+        {"event": "eval", "step": 4, "loss": 3.0, "best": 2.0},
+    ]
+    (tmp_path / "log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert _experiments._curve(tmp_path) == {"step": [2, 4], "loss": [2.0, 3.0]}
+
+
+@pytest.mark.parametrize(("horizontal", "places"), [("step", [2, 4]), ("seconds", [1.0, 2.0])])
+def test_losses_are_drawn_over_steps_or_seconds(
+    horizontal: str, places: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plots = pytest.importorskip("unrolled.bench.plots")
+    monkeypatch.setattr(plots, "loss_curves", lambda look, title, lines, below: lines)
+    experiment = made_of(TINY | {"sweep": {"train.lr": [0.1]}, "horizontal": horizontal}, Path("tiny.yaml"))
+    figures = {"loss": 3.0, "seconds_per_step": 0.5, "curve": {"step": [2, 4], "loss": [5.0, 3.0]}}
+    runs = {Path("wide", f"lr=0.1,seed={seed}"): figures for seed in experiment.seeds}
+    assert _experiment_report.losses(Results(experiment, runs)) == [plots.Line("wide", places, [5.0, 3.0])]
+
+
+def test_runs_of_the_library_keep_the_processors_that_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = {"old/seed=0": {"loss": 1.0}, "new/seed=0": {"loss": 1.0, "processor": "A GPU"}}
+    found = {"machine": {"processor": "A CPU"}, "runs": runs}
+    monkeypatch.setattr(experiments, "obtained", lambda name: found)
+    shipped = _experiments._shipped("tiny")
+    assert {place: x["processor"] for place, x in shipped.items()} == {
+        "old/seed=0": "A CPU", "new/seed=0": "A GPU"
+    }  # fmt: skip
+
+
+def test_the_files_of_the_data_may_lie_elsewhere_later(tiny: Path) -> None:
+    book = tiny.with_name("book.txt")
+    book.write_text("to be or not to be " * 100)
+    base = TINY["base"] | {"data": {"name": "text", "path": str(book), "length": 8}}
+    tiny.write_text(yaml.safe_dump(TINY | {"base": base}, sort_keys=False))
+    for place in ("here", "there"):
+        assert "| wide |" in reproduce(tiny, "--only", "wide", "--data-dir", tiny.with_name(place))

@@ -289,3 +289,11 @@ def test_a_tokenizer_that_was_changed_is_written_again(source, tmp_path):
     file.write_bytes(file.read_bytes() + b" ")
     assert tokenizing([source]).write(tmp_path / "out").complete
     assert digests(tmp_path / "out") == before
+
+
+def test_the_documents_of_a_file_share_its_part_of_the_sample(tmp_path):
+    source = write_lines(tmp_path / "all.jsonl", [f"{i:010}" for i in range(20)])
+    task = tokenizing([source], sample=45)
+    texts = list(task._texts_to_learn_from(Splitting.of(task.documents, 0.1)))
+    assert len("".join(texts)) <= 45
+    assert len(texts[-1]) == 5

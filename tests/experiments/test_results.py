@@ -249,3 +249,10 @@ def test_times_of_steps_on_two_processors_are_not_compared():
         for trial in experiment.sweeps(name)
     }
     assert [x.held for x in Results(experiment, runs).verdicts()] == [True, None]
+
+
+def test_a_single_value_is_at_no_edge():
+    experiment = tiny(sweep={"train.lr": [0.1]})
+    results = Results(experiment, {x.folder: figures(0.5) for x in experiment.sweeps("wide")})
+    assert results.best("wide").swept == {"train.lr": 0.1}
+    assert results.edges() == []

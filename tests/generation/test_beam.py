@@ -393,3 +393,17 @@ def test_sources_of_similar_length_are_read_together():
 
     translate(Noting(), [[1], [1] * 9, [2], [2] * 9], batch_size=2, max_new_tokens=1)
     assert shapes == [(2, 1), (2, 9)]
+
+
+def test_a_model_is_told_where_sources_are_padded():
+    told = []
+
+    class Told(Copies):
+        def init_state(self, source, *, key_padding_mask=None):
+            told.append(key_padding_mask)
+            return super().init_state(source, key_padding_mask=key_padding_mask)
+
+    translate(Told(), [[1], [1, 2, 3]], stop=STOP)
+    translate(Told(), [[1, 2], [3, 4]], stop=STOP)
+    assert told[0].tolist() == [[False, True, True], [False, False, False]]
+    assert told[1] is None

@@ -12,8 +12,8 @@ from serving.fakes import FakeEngine, FakeStates, greedy, served, text_of
 
 from unrolled.data import Vocabulary
 from unrolled.decode.request import random_keys
-from unrolled.serving.choices import CompletionLogprobs
-from unrolled.serving.jobs import TokenLogprob
+from unrolled.serving.choices import Choice, CompletionLogprobs
+from unrolled.serving.jobs import Drawn, TokenLogprob
 from unrolled.serving.protocol.completions import CompletionRequest
 from unrolled.serving.routes import continuing
 from unrolled.serving.text import VocabularyText
@@ -377,3 +377,10 @@ def test_every_chunk_tells_the_usage_where_it_is_asked_for() -> None:
     assert counts == sorted(counts)
     assert counts[-1] == last["usage"]["completion_tokens"] == 30
     assert {x["usage"]["prompt_tokens"] for x in chunks} == {3}
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_character_that_an_end_cuts_is_shown_as_broken(keep: bool) -> None:
+    choice = Choice(VocabularyText(Vocabulary("text")), [], [], [], [[10]], keep)
+    assert choice.take(Drawn(0, [*b"a\xc3\n"], finish="stop")) == "a\ufffd"
+    assert choice.held == []

@@ -11,6 +11,7 @@ import torch
 from planned import MODELS, V, decoder, of
 
 from unrolled.decode import plan
+from unrolled.decode.batch import Drawing
 from unrolled.decode.request import Request, Sampling
 from unrolled.ops import native
 from unrolled.ops.state import nbytes
@@ -952,3 +953,78 @@ def test_the_size_of_a_state_is_estimated_for_any_length(name):
         with torch.no_grad():
             _, state = model.prefill(torch.zeros(1, tokens, dtype=torch.long), model.init_state(1))
         assert 1 <= runner.nbytes(tokens) / nbytes(state) <= 1.3
+
+
+@pytest.mark.parametrize("kind", RUNNERS)
+def test_a_row_that_failed_is_used_again(kind):
+    model = decoder()
+    rows = RUNNERS[kind](model).rows(1)
+    drawing = Drawing(Sampling(temperature=0), 0, 3, [])
+    for logit, failed in ((float("nan"), [0]), (0.0, [])):
+        rows.logits.fill_(logit)
+        rows.start(0, RUNNERS[kind](model).empty(), drawing)
+        with torch.no_grad():
+            rows.draw(3)
+        assert rows.failed() == failed
+
+
+@pytest.mark.parametrize("kind", RUNNERS)
+@pytest.mark.parametrize("name", ["linear", "softmax", "window"])
+def test_a_watch_may_end_a_continuation_at_the_last_token_of_a_block(kind, name):
+    model = decoder(**MODELS[name])
+    engine, drawn = made(model, kind), []
+
+    def watch(index, tokens):
+        drawn.extend(tokens)
+        return len(tokens) if len(drawn) > 2 else None
+
+    async def go():
+        ended = await result(engine.submit(job(model, [1, 2], 400, watch=watch, keep=True)))
+        exact = await result(engine.submit(job(model, [1, 2], len(drawn), keep=True)))
+        return ended, exact
+
+    ended, exact = asyncio.run(go())
+    engine.drain(5)
+    assert ended[0] == exact[0]
+    assert ended[3].snapshots == exact[3].snapshots
+
+
+@pytest.mark.parametrize("kind", RUNNERS)
+def test_a_repetition_penalty_counts_what_was_drawn(kind):
+    model = decoder()
+    penalised = job(model, [1, 2], 20, sampling=Sampling(temperature=0, repetition_penalty=1e9))
+    [(tokens, *_)] = on(made(model, kind), penalised)
+    assert len(set(tokens[0])) == 20
+
+
+def test_a_job_may_take_all_of_the_memory():
+    model = decoder(**MODELS["softmax"])
+    engine = made(model, memory=PlanRunner(plan(model)).nbytes(31))
+
+    async def go():
+        return await asyncio.wait_for(result(engine.submit(job(model, [1], 30))), 5)
+
+    try:
+        tokens, *_ = asyncio.run(go())
+    finally:
+        engine.drain(0)
+    assert tokens == expected(model, [1], 30)
+
+
+def test_a_waiting_job_that_was_given_up_frees_its_place_in_the_queue():
+    model = decoder()
+    engine = made(model, rows=1, queue=1)
+
+    async def go():
+        first = engine.submit(job(model, [1], 10**6))
+        await anext(aiter(first))  # it runs
+        engine.submit(job(model, [2], 10)).cancel()
+        until = time.monotonic() + 5
+        while engine.waiting and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        waiting = engine.waiting
+        first.cancel()
+        return waiting
+
+    assert asyncio.run(go()) == 0
+    engine.drain(5)

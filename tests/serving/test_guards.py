@@ -461,3 +461,9 @@ def test_a_body_may_take_a_second_longer_for_each_mebibyte(size: int, in_time: b
         with pytest.raises(ApiError) as raised:
             asyncio.run(call)
         assert raised.value.status_code == 408
+
+
+def test_only_the_folder_of_the_page_is_open() -> None:
+    http = client(keys=("first",))
+    for address in ("/v1/models/page/fake", "/v1/models/a/page/", "/health/", "/page"):
+        assert error(http.get(address), 401)["code"] == "invalid_api_key"

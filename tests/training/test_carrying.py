@@ -172,3 +172,14 @@ def test_what_cannot_be_carried_is_refused(tmp_path):
             **SETTINGS,
         )
     assert not list(tmp_path.iterdir())
+
+
+def test_the_states_of_packed_documents_are_not_carried(tmp_path):
+    class Packed(Stream):
+        def batch(self, split, *, step, batch_size, seed):
+            batch = super().batch(split, step=step, batch_size=batch_size, seed=seed)
+            return batch._replace(cu_seqlens=torch.arange(batch_size + 1, dtype=torch.int32) * LENGTH)
+
+    with pytest.raises(ValueError, match=r"data\.order=consecutive, without packed documents"):
+        run(tmp_path / "a", model=hybrid(), data=Packed(), **SETTINGS)
+    assert not list(tmp_path.iterdir())

@@ -47,3 +47,16 @@ def test_a_wrong_value_gets_one_sentence(changes, message):
 
 def test_betas_may_be_a_list_as_in_yaml():
     assert TrainConfig(betas=[0.8, 0.9]) == TrainConfig(betas=(0.8, 0.9))
+
+
+def test_only_these_settings_may_change_on_resume():
+    free = {"checkpoint_every", "log_every", "threads", "gradient_checkpointing"}
+    free |= {"compile", "segment", "shard", "sequence"}
+    ends = {"steps", "seconds", "clock"}
+    for schedule, others in {
+        "cosine": {"eval_every"},
+        "plateau": ends,
+        "constant": ends | {"eval_every"},
+        "inverse_sqrt": ends | {"eval_every"},
+    }.items():
+        assert TrainConfig(schedule=schedule).free_on_resume() == free | others

@@ -189,3 +189,10 @@ def test_betas_reach_the_optimiser():
     for name in ("adamw", "radam"):
         (optimizer,) = build_optimizers(nn.Linear(3, 3), config(optimizer=name, betas=(0.8, 0.95)))
         assert {group["betas"] for group in optimizer.param_groups} == {(0.8, 0.95)}
+
+
+def test_the_three_evaluations_of_a_plateau_follow_each_other():
+    schedule = Schedule(config(schedule="plateau", lr=1.0, warmup_steps=0))
+    for loss in [3.0, 4.0, 4.0, 2.0, 3.0, 3.0]:
+        schedule.observe(loss)
+        assert schedule.lr(0) == 1.0

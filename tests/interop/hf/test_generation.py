@@ -295,3 +295,12 @@ def test_a_mask_holds_although_its_padding_has_ids_of_the_vocabulary(name, ids):
     torch.testing.assert_close(found, model(ids).logits)
     out = generate(model, padded, attention_mask=mask)
     torch.testing.assert_close(out.logits, generate(model, ids).logits)
+
+
+@torch.no_grad()
+def test_the_first_id_after_the_vocabulary_may_be_padding(ids):
+    """`character_tokenizer` has this id for padding."""
+    model = make("linear")
+    model.generation_config.pad_token_id = model.config.vocab_size
+    padded = torch.nn.functional.pad(ids, (2, 0), value=model.config.vocab_size)
+    torch.testing.assert_close(model(padded).logits[:, 2:], model(ids).logits)

@@ -565,3 +565,12 @@ def test_a_damaged_config_is_named(changes, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(None if changes is None else config | changes))
     with pytest.raises(ValueError, match=message):
         hf.load_linearized(tmp_path)
+
+
+def test_only_layers_with_a_window_are_refused():
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+    model = initial("Qwen2", "ForCausalLM", GROUPED | windows)
+    replaced = hf.linearize(model, layers=[0, 1]).modules()
+    assert len([x for x in replaced if isinstance(x, LinearizedAttention)]) == 2
+    with pytest.raises(UnsupportedError, match="sliding window of 8 tokens"):
+        hf.linearize(model, layers=[2])

@@ -382,3 +382,13 @@ def test_the_command_passes_on_the_feature_map_and_the_learning_rates(monkeypatc
         assert made[-1].options == {"feature_map": feature_map}
     stage = made[-1].transfer
     assert (stage.lr, stage.min_lr, made[-1].finetune.lr) == (0.5, 0.05, 3e-4)
+
+
+def test_what_is_added_to_a_weight_is_the_product_of_the_two_factors(teacher):
+    model = FineTuning(linear(teacher), lora=2)
+    [layer, *_] = [x for x in model.modules() if hasattr(x, "lora_A")]
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    torch.nn.init.normal_(b)
+    expected = (layer.base_layer.weight + b @ a).detach()
+    model.merged()
+    torch.testing.assert_close(layer.base_layer.weight, expected)

@@ -256,3 +256,14 @@ def test_reading_a_value_often_writes_once_a_minute(tmp_path: Path, clock: Clock
     assert all(clock.now - 240 + i + 1 - used <= 60 for i, used in enumerate(noted))
     db.close()
     store.close()
+
+
+def test_a_value_that_is_put_again_is_used_again(make, clock) -> None:
+    store = make(state_bytes=30, ttl=1000)
+    put(store, clock, "abca", size=10)
+    put(store, clock, "d")
+    assert there(store) == "acd"
+    clock.now += 600
+    store.put(A, bytes(10))
+    clock.now += 900
+    assert store.get(A) is not None
