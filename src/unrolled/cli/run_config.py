@@ -164,7 +164,8 @@ def read(path: Path | None, overrides: Sequence[str], data_dir: Path | None = No
             target = target[section]
         target[last] = _value(value, f"override {override!r}")
     both = {"train.steps", "train.seconds"} <= {override.partition("=")[0] for override in overrides}
-    if both and values["train"]["seconds"] is not None:
+    train = values.get("train")
+    if both and isinstance(train, dict) and train.get("seconds") is not None:
         raise ValueError("train.steps and train.seconds were both given, but only one ends a run")
     if data_dir is not None:
         options = values.get("data") or {}
