@@ -15,10 +15,12 @@ from torch import nn
 
 from unrolled import data, models
 from unrolled.cli import _device
+from unrolled.cli._planned import Planned
 from unrolled.cli._scores import count_right, doubling, in_windows, right_bits, right_labels
 from unrolled.cli.run_config import read_saved, resolve
 from unrolled.contract import IGNORED
 from unrolled.data import Batch
+from unrolled.decode import plan
 from unrolled.decode.packing import rounded
 from unrolled.ops import native
 
@@ -248,3 +250,14 @@ def test_answers_are_judged_without_dropout(tmp_path: Path) -> None:
     right = right_labels(model(batch.inputs, key_padding_mask=batch.key_padding_mask), batch.targets)
     splits = json.loads((tmp_path / "figures.json").read_text())["splits"]
     assert splits == {"validation": [int(right.sum()), 200]}
+
+
+@needs_kernels
+@torch.no_grad()
+def test_a_plan_reads_packed_sequences_apart() -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "n_layers": 1, "n_heads": 2, "positions": "rotary"}
+    model = models.Decoder(models.DecoderConfig(7, **sizes)).eval()
+    tokens, bounds = torch.randint(7, (1, 9)), torch.tensor([0, 4, 9], dtype=torch.int32)
+    found = Planned(model, plan(model, "fp32"))(tokens, cu_seqlens=bounds)
+    torch.testing.assert_close(found, model(tokens, cu_seqlens=bounds), rtol=0, atol=1e-5)

@@ -149,3 +149,8 @@ def test_bytes_are_aligned(sizes, tmp_path):
     assert found.keys() - tensors.keys() == {"padding"}
     assert all(found[name].equal(x) for name, x in tensors.items())
     assert found["z"].data_ptr() % 64 == found["c"].data_ptr() % 64 == 0
+
+
+def test_the_order_of_the_keys_of_a_document_does_not_matter(path):
+    files.save_tensors(TENSORS, path, {"config.json": {"a": 1, "b": 2}})
+    assert files.load_tensors(path, {"config.json": {"b": 2, "a": 1}}.get).keys() == TENSORS.keys()

@@ -10,7 +10,7 @@ from commands import everything, filled, run, works
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from unrolled.data import Vocabulary
-from unrolled.folders import writing_folder
+from unrolled.folders import STAGING, writing_folder
 from unrolled.interop.hf import character_tokenizer
 from unrolled.models import Decoder, DecoderConfig, LuongSeq2Seq, LuongSeq2SeqConfig
 
@@ -207,3 +207,29 @@ def test_a_file_in_the_way_of_a_folder_is_named(made: Path, tmp_path: Path) -> N
             assert result.exit_code == 2, result.output
             assert printed in result.stderr
     assert [x.name for x in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_in_which_another_file_is_left_stays(tmp_path: Path) -> None:
+    (tmp_path / "part").mkdir()
+    for name in ("old", "kept"):
+        (tmp_path / "part" / name).touch()
+    with writing_folder(tmp_path, ["part/old"]) as staging:
+        (staging / "new").touch()
+    assert sorted(x.name for x in tmp_path.rglob("*")) == ["kept", "new", "part"]
+
+
+def test_what_a_killed_process_has_staged_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / STAGING).mkdir()
+    (tmp_path / STAGING / "half").touch()
+    with writing_folder(tmp_path) as staging:
+        (staging / "new").touch()
+    assert [x.name for x in tmp_path.iterdir()] == ["new"]
+
+
+@pytest.mark.parametrize("is_run", [False, True])
+def test_the_lock_of_a_run_stays_and_no_other(is_run: bool, tmp_path: Path) -> None:
+    if is_run:
+        (tmp_path / ".lock").touch()
+    with writing_folder(tmp_path) as staging:
+        (staging / "new").touch()
+    assert (tmp_path / ".lock").exists() == is_run

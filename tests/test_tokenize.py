@@ -18,6 +18,8 @@ from unrolled import models
 from unrolled.cli import run_config
 from unrolled.cli.generate import _Sample
 from unrolled.data import Vocabulary
+from unrolled.data._tokenizer import TextTokenizer
+from unrolled.models import Decoder, DecoderConfig
 
 SMALL = [
     "model.d_model=16",
@@ -312,3 +314,24 @@ def test_a_sample_ends_at_the_first_stop_text_in_it():
     sample._read = lambda token: "bcab"  # a token may hold several stop texts
     assert not sample.add(0)
     assert sample.text == "bca"
+
+
+def test_the_command_passes_on_the_end_of_documents(tmp_path: Path) -> None:
+    tokenizer, given = TextTokenizer.learn([], 257), tmp_path / "tokenizer.json"
+    given.write_text(tokenizer.to_json())
+    (tmp_path / "text.txt").write_text("a text of some length " * 9)
+    works("tokenize", tmp_path / "text.txt", "--out", tmp_path / "out", "--tokenizer", given, "--end", "Z")
+    assert json.loads((tmp_path / "out/index.json").read_text())["end"] == tokenizer.id_of("Z") != 0
+
+
+def test_the_end_of_a_document_ends_a_sample(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer.learn_words(["x y z x y z"])
+    vocabulary = Vocabulary("tokenizer", tokenizer=tokenizer.to_json(), end=tokenizer.id_of("z"))
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig(4, d_model=8, n_layers=1, n_heads=2, positions="rotary"))
+    vocabulary.attach(model).save(tmp_path / "run")
+    for seed in range(3):
+        printed = works("generate", tmp_path / "run", "--prompt", "x", "--tokens", 99, "--seed", seed).stdout
+        words = printed.split()
+        assert len(words) < 99
+        assert "z" not in words[:-1]

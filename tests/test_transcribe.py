@@ -228,3 +228,17 @@ def test_the_standard_error_of_two_utterances_is_what_their_errors_differ_by(
     assert (found.errors, found.units) == (2, 5)  # one is wrong, and one too many
     # The errors are 0 of 4 and 2 of 1: both differ by 1.6 from 2 / 5 of the words.
     assert found.standard_error == pytest.approx(2 * 1.6 / 5)
+
+
+def test_sounds_are_transcribed_without_their_padding(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"name": "spoken_digits", "data_dir": str(folder), "val_size": 12, "most": 4}
+    dataset, lengths = run_config.resolve({"data": settings}).dataset, []
+
+    def transcribe(model, rows, beam_size):
+        lengths.extend(map(len, rows))
+        return [torch.tensor([1])] * len(rows)
+
+    monkeypatch.setattr(generation, "transcribe", transcribe)
+    error_rate(None, dataset, 6, 1)
+    assert lengths == [batch.inputs.shape[1] for batch in dataset.eval_batches(1)]
+    assert len(set(lengths)) > 2

@@ -116,7 +116,11 @@ def test_reading_tells_how_far_it_is(tmp_path):
         ("x.jsonl", b"\xff\xfe\x00\n", "x.jsonl: line 1 is not JSON: "),
         ("x.jsonl", b"[1, 2]\n", r"x.jsonl: line 1 is \[1, 2\], but must be a JSON object"),
         ("x.jsonl", b'{"body": "a", "id": 3}\n', "line 1 has no field 'text'; its fields are 'body', 'id'"),
-        ("x.json.gz", gzip.compress(b"[1, 2]\n"), r"x.json.gz: line 1 is \[1, 2\], but must be a JSON"),
+        (
+            "x.json.gz",
+            gzip.compress(b"[1, 2]\n", mtime=0),
+            r"x.json.gz: line 1 is \[1, 2\], but must be a JSON",
+        ),
         ("x.jsonl", b"{}\n", "line 1 has no field 'text'; its fields are none"),
         ("x.jsonl", b'{"text": null}\n', "line 1 has text = None, but it must be text"),
         (
@@ -236,3 +240,20 @@ def test_the_bytes_of_files_that_are_passed_over_count_as_read(tmp_path):
     sizes = [file.stat().st_size for file in files]
     assert done == sorted(done)
     assert (done[0], done[-1]) == (sizes[0], sum(sizes))
+
+
+def test_a_separator_with_a_blank_is_found_where_a_piece_ends(tmp_path):
+    separator = "ab cdefgh"  # its blank is where the second piece could be cut, and its end is not read then
+    first = f"{'x' * (LONGEST_PIECE - 2)} {'y' * (LONGEST_PIECE - 3)}"
+    path = tmp_path / "file.txt"
+    path.write_text(f"{first}{separator}z")
+    found = list(Documents([path], separator).pieces())
+    assert "".join(x.text for x in found) == f"{first}z"
+    assert [x.ends for x in found] == [False, True, True]
+
+
+def test_no_piece_is_read_after_the_last_character_wanted(tmp_path):
+    path = tmp_path / "file.txt"
+    path.write_text("one|two|three")
+    documents = Documents([path], "|")
+    assert [[x.text for x in documents.pieces(most=[n])] for n in (3, 4)] == [["one"], ["one", "two"]]

@@ -1,5 +1,7 @@
 import gzip
 import hashlib
+import http.client
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -136,3 +138,34 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 def test_a_folder_has_a_name():
     with pytest.raises(ValueError, match="data_dir is 5, but must be the name of a folder"):
         folder(5)
+
+
+def test_a_gzip_file_whose_blocks_are_damaged_is_refused(tmp_path):
+    whole = gzip.compress(CONTENT, mtime=0)
+    path = put(tmp_path / "plain.txt.gz", whole[:10] + b"\xff" + whole[11:])  # no such type of block
+    with pytest.raises(ValueError, match=r"plain.txt.gz is corrupt: "):
+        read_published(published(path="set/plain.txt.gz"), tmp_path)
+    with pytest.raises(ValueError, match=r"plain.txt.gz cannot be decompressed: "):
+        read_file(path)
+
+
+def test_a_download_that_breaks_off_is_said_in_one_sentence(tmp_path, monkeypatch):
+    def urlopen(url, **options):
+        raise http.client.IncompleteRead(b"half")
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    with pytest.raises(ValueError, match="could not be downloaded from"):
+        read_published(published(), tmp_path)
+
+
+def test_a_server_that_does_not_answer_is_given_up(tmp_path, monkeypatch):
+    given = {}
+
+    def urlopen(url, **options):
+        given.update(options)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    with pytest.raises(ValueError, match=r"could not be downloaded .*timed out"):
+        read_published(published(), tmp_path)
+    assert 0 < given["timeout"] <= 60

@@ -139,3 +139,20 @@ def test_batches_of_one_length_come_in_another_order_in_each_pool() -> None:
 def test_sources_are_mixed_differently_in_each_block() -> None:
     one, other = (drawn_sources([1, 1], step=step, batch_size=BLOCK, seed=0)[0] for step in (0, 1))
     assert 0.45 * BLOCK < (one == other).sum() < 0.55 * BLOCK
+
+
+def test_rows_of_two_epochs_in_one_pool_are_sorted_apart() -> None:
+    lengths = np.arange(8)[None]  # a pool of two batches of 8 rows is two epochs
+    steps = [epoch_rows_by_length(lengths, step=s, batch_size=8, seed=0, pool=2) for s in range(2)]
+    assert [sorted(x.tolist()) for x in steps] == [list(range(8))] * 2
+
+
+def test_rows_that_read_on_begin_elsewhere_in_each_epoch() -> None:
+    firsts = {int(consecutive(100, step=10 * epoch, batch_size=10, seed=0).numbers[0]) for epoch in range(5)}
+    assert len(firsts) > 2
+
+
+def test_rows_are_sorted_by_the_last_lengths_first() -> None:
+    lengths = np.stack([np.arange(64)[::-1] % 32, np.arange(64) // 32])
+    steps = [epoch_rows_by_length(lengths, step=s, batch_size=4, seed=0, pool=16) for s in range(16)]
+    assert all(len(set((x // 32).tolist())) == 1 for x in steps)

@@ -323,3 +323,9 @@ def test_windows_are_drawn_by_the_seed_and_the_step(tmp_path):
         requests = [(0, 0), (1, 0), (0, 1)]
         batches = [dataset.batch("train", step=step, batch_size=20, seed=seed) for step, seed in requests]
         assert len({tuple(x.inputs[:, 0].tolist()) for x in batches}) == 3
+
+
+def test_words_are_learned_from_the_training_part_alone(tmp_path):
+    train, val = write(tmp_path, "to be or not " * 9), write(tmp_path, "to see and see", "v")
+    dataset = TextDataset(train, val_path=val, level="words", length=2)
+    assert whole_text(dataset) == "to <unk> <unk> <unk>"

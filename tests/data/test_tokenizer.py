@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from unrolled.data import Vocabulary
 from unrolled.data._bpe import SMALLEST
-from unrolled.data._tokenizer import END, LONGEST_PIECE, TextTokenizer, byte_letters, pieces
+from unrolled.data._tokenizer import BLANKS, END, LONGEST_PIECE, TextTokenizer, byte_letters, pieces
 
 TEXTS = [story(i) for i in range(200)]
 PAIRS = TextTokenizer.learn(TEXTS, 340)
@@ -201,3 +201,9 @@ def test_another_end_of_documents_is_another_vocabulary():
     one, other = (Vocabulary("tokenizer", tokenizer=PAIRS.to_json(), end=end) for end in (0, 1))
     assert not one.same_ids(other)
     assert not one.same_ids(Vocabulary("tokenizer", tokenizer=PAIRS.to_json()))
+
+
+def test_a_text_that_has_the_word_unk_has_one_id_for_it():
+    tokenizer = TextTokenizer.learn_words(["<unk> b a <unk> b a <unk> c"], BLANKS)  # as WikiText does
+    assert [tokenizer.name(id) for id in range(len(tokenizer))] == ["<unk>", "a", "b"]
+    assert tokenizer.encode("a <unk> c") == [1, 0, 0]

@@ -297,3 +297,12 @@ def test_the_documents_of_a_file_share_its_part_of_the_sample(tmp_path):
     texts = list(task._texts_to_learn_from(Splitting.of(task.documents, 0.1)))
     assert len("".join(texts)) <= 45
     assert len(texts[-1]) == 5
+
+
+def test_another_end_of_documents_is_another_setting(source, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(TextTokenizer.learn(TEXTS, 290).to_json())
+    (tmp_path / "out").mkdir()
+    tokenizing([source], tokenizer=str(path)).write(tmp_path / "out")
+    with pytest.raises(ValueError, match=r"of other settings \(end\)"):
+        tokenizing([source], tokenizer=str(path), end="Z").write(tmp_path / "out")

@@ -367,3 +367,19 @@ def test_the_first_id_beyond_the_tokenizer_is_found(folder, tmp_path):
     damage("train-00000.npy", lambda x: x[:-400] + (300).to_bytes(2, "little") * 200)(copy)
     with pytest.raises(ValueError, match="has the id 300, but the ids are 0 to 299"):
         TokensDataset(copy, length=16).batch("train", step=0, batch_size=1_500, seed=0)
+
+
+def test_the_checksum_is_that_of_the_documents_held_out_too(tmp_path):
+    found = []
+    for name in ("cat", "dog"):  # of a single document, the end is held out
+        made = write_corpus(tmp_path / name, [f"{TEXTS[39][:100] * 3}the {name}"], tokenizer="bytes")
+        found.append((TokensDataset(made, length=4).ids_checksum, ids_of(made).tolist()))
+    assert found[0][1] == found[1][1]
+    assert found[0][0] != found[1][0]
+
+
+def test_a_window_and_the_token_after_it_must_fit_into_a_split(folder):
+    n = len(ids_of(folder, "val"))
+    with pytest.raises(ValueError, match=f"length is {n}, but must be less than the {n} tokens of the val"):
+        TokensDataset(folder, length=n)
+    assert TokensDataset(folder, length=n - 1).epoch_size("val") == 1

@@ -306,3 +306,19 @@ def linear(*, attention="linear", key=None, value=None, **further):
     x = torch.zeros(5, 2, 16)
     key = x if key is None else key
     return MultiheadAttention(16, 4, attention=attention)(x, key, key if value is None else value, **further)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"), [("norm1", "eps", 0.1), ("norm2", "eps", 0.1), ("self_attn", "num_heads", 2)]
+)
+def test_layers_that_differ_in_a_number_are_refused(part, name, value):
+    theirs = encoder()
+    setattr(getattr(theirs.layers[1], part), name, value)
+    with pytest.raises(UnsupportedError, match="layers that differ"):
+        from_transformer_encoder(theirs)
+
+
+@torch.no_grad()
+def test_the_last_norm_keeps_its_epsilon():
+    theirs, x = encoder(norm={"eps": 0.5}), normal(2, 7, 16)
+    assert_agree(from_transformer_encoder(theirs)(x), theirs(x), tolerance=1e-12)

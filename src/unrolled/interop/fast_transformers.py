@@ -51,7 +51,7 @@ def from_fast_transformers(encoder: Foreign, *, causal: bool) -> Stack:
         )
     layers: list[Foreign] = list(encoder.layers)
     kinds = [type(layer.attention.inner_attention).__name__ for layer in layers]
-    heads = [(layer.attention.n_heads, layer.norm1.eps) for layer in layers]
+    heads = [(x.attention.n_heads, norm.eps) for x in layers for norm in (x.norm1, x.norm2)]
     check_alike(kinds, heads, [shape_of(layer) for layer in layers])
     first = layers[0].attention
     return stack_like(

@@ -43,7 +43,8 @@ def from_transformer_encoder(
     if parts != {nn.TransformerEncoderLayer, nn.MultiheadAttention}:
         raise UnsupportedError("encoder has layers of another type than torch.nn.TransformerEncoderLayer")
     equal = cast("list[nn.TransformerEncoderLayer]", layers)
-    check_alike([(x.norm_first, x.norm1.eps, x.self_attn.num_heads, *shape_of(x)) for x in equal])
+    norms = ((x, norm) for x in equal for norm in (x.norm1, x.norm2))
+    check_alike([(x.norm_first, norm.eps, x.self_attn.num_heads, *shape_of(x)) for x, norm in norms])
     return stack_like(
         encoder,
         lambda layer: ([_Packed(layer.self_attn)], layer.self_attn.out_proj),
