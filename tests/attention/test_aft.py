@@ -8,6 +8,7 @@ from contract_parts import in_two_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unrolled import attention
 from unrolled.attention.aft import AFT
 from unrolled.contract import UnsupportedError
 from unrolled.testing import Maker
@@ -264,3 +265,11 @@ def test_what_it_cannot_do_is_refused():
         ValueError, match=r"state.k is .* \[1, 5, 2, 3\] on cpu, but must be .* \[1, 2, 2, 3\]"
     ):
         module.step(x[:, 0], other.init_state(1))
+
+
+@pytest.mark.parametrize("position_bias", ["full", "local"])
+def test_factors_of_aft_start_small(position_bias):
+    torch.manual_seed(0)
+    bias = attention.load("aft")(8, 2, position_bias=position_bias).bias
+    for factor in (bias.a, bias.b):
+        assert factor.std().item() == pytest.approx(0.01, rel=0.02)

@@ -7,6 +7,7 @@ from contract_parts import check_uncompiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unrolled import attention
 from unrolled.attention.clustered import (
     ClusteredAttention,
     clustered_attention,
@@ -206,3 +207,11 @@ def test_a_seed_draws_the_hashes_and_the_state_dict_holds_them():
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         ClusteredAttention(8, 2, **options)
+
+
+def test_planes_that_hash_queries_need_not_go_through_0():
+    layer = attention.load("clustered")(4, 1, n_clusters=2, bits=1)
+    layer.hash.weight.copy_(torch.tensor([[[1.0, 0, 0, 0, -1]]]))
+    q = torch.tensor([0.5, 2, 0.5, 2]).reshape(1, 4, 1, 1) * torch.ones(4)
+    first, second, third, fourth = layer.cluster(q).flatten().tolist()
+    assert first == third != second == fourth

@@ -1,11 +1,15 @@
 """What type torch gives to new tensors by default changes no result, and values are not read where there are none."""
 
+import math
+
 import pytest
 import torch
 from defaults import default_dtype
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import softplus
 
 from unrolled import attention
+from unrolled.attention._decays import random_decay_biases, random_log_paces
 
 CAUSAL = [name for name in attention.names() if attention.load(name).supports.causal]
 
@@ -64,3 +68,13 @@ def test_the_meta_device_gives_shapes(name, grad):
             assert layer.step(x[:, -1], state)[0].shape == (2, 16)
     with pytest.raises(ValueError, match=r"is torch\.float64, but the weights are torch\.float32"):
         layer(x.double())
+
+
+def test_decays_start_over_the_whole_range():
+    torch.manual_seed(0)
+    paces, sizes = random_log_paces(10_000).exp(), softplus(random_decay_biases(10_000)).log()
+    for found, low, high in ((paces, 1, 16), (sizes, math.log(1e-3), math.log(1e-1))):
+        expected = [low, (low + high) / 2, high]
+        assert [found.min().item(), found.mean().item(), found.max().item()] == pytest.approx(
+            expected, rel=0.02
+        )

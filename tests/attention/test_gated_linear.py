@@ -6,7 +6,9 @@ import pytest
 import torch
 from agreement import assert_same
 from contract_parts import in_two_parts
+from torch import nn
 
+from unrolled import attention
 from unrolled.attention.gated_linear import GatedLinearAttention
 from unrolled.attention.retention import Retention
 from unrolled.testing import Maker
@@ -71,3 +73,10 @@ def test_wrong_options_are_refused():
         GatedLinearAttention(8, 2, causal=True, gate_rank=0)
     with pytest.raises(ValueError, match="temperature is 0"):
         GatedLinearAttention(8, 2, causal=True, temperature=0)
+
+
+def test_gates_of_gla_start_close_to_1_by_default():
+    layer = attention.load("gated_linear")(8, 2, causal=True)
+    nn.init.zeros_(layer.decay_up.bias)
+    (log_alpha,) = layer.read_input(torch.zeros(1, 8))
+    torch.testing.assert_close(log_alpha.exp(), torch.full((1, 2, 4), 0.5 ** (1 / 16)))

@@ -9,6 +9,7 @@ from contract_parts import check_uncompiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unrolled import attention
 from unrolled.attention.longformer import LongformerAttention, global_positions, longformer_reference
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.attention.window import WindowAttention
@@ -249,3 +250,10 @@ def test_sequences_of_a_pack_have_global_tokens_of_their_own(rotary):
         separate = [module(y, global_mask=None if global_mask is None else mask) for y, mask in parts]
         packed = module(x, cu_seqlens=offsets, global_mask=global_mask)
         torch.testing.assert_close(packed, torch.cat(separate, 1))
+
+
+def test_global_projections_start_like_those_of_a_model():
+    torch.manual_seed(0)
+    layer = attention.load("longformer")(64, 4)
+    assert layer.global_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert not layer.global_proj.bias.any()

@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from unrolled import attention
 from unrolled.attention import nystromformer
 from unrolled.attention.nystromformer import (
     NystromformerAttention,
     iterative_pinv,
+    landmarks,
     nystrom_attention,
     nystrom_reference,
     pinv_residual,
@@ -297,3 +299,12 @@ def test_the_skip_has_no_place_between_two_sequences():
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         NystromformerAttention(8, 2, **options)
+
+
+def test_convergence_is_that_of_rotated_queries_and_keys():
+    layer, x = (
+        attention.load("nystromformer")(8, 2, n_landmarks=4, iterations=2, rotary=True),
+        torch.randn(2, 9, 8),
+    )
+    _, _, a = landmarks(*layer.rotated(layer.heads_of(layer.project(x), x)), 4, None, None)
+    torch.testing.assert_close(layer.convergence(x), pinv_residual(a, iterative_pinv(a, 2)))

@@ -7,6 +7,7 @@ from contract_parts import in_two_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unrolled import attention
 from unrolled.attention.perceiver import (
     PerceiverAttention,
     latent_read,
@@ -104,3 +105,8 @@ def test_it_keeps_the_contract_with_few_and_many_latents(n_latents, check_part):
 def test_wrong_input_is_refused_in_one_sentence(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_latents_start_as_large_as_queries():
+    torch.manual_seed(0)
+    assert attention.load("perceiver")(64, 4).latents.std().item() == pytest.approx(1, rel=0.05)

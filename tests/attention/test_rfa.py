@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from monte_carlo import assert_mean, assert_monte_carlo_rate
 
+from unrolled import attention
 from unrolled.attention.rfa import RandomFeatureAttention
 from unrolled.attention.rfa.features import RfaMap
 from unrolled.attention.rfa.sums import rfa_attention, rfa_attention_reference, signed_rfa_attention
@@ -306,3 +307,10 @@ def test_second_derivatives_are_finite_for_queries_without_a_key():
     (first,) = torch.autograd.grad(module(x, key_padding_mask=padding).sin().sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), x)
     assert second.isfinite().all()
+
+
+def test_rows_of_rfa_are_those_of_its_seed():
+    one, same, other = (attention.load("rfa")(8, 2, seed=seed).feature_map.projection for seed in (3, 3, 4))
+    assert torch.equal(one.weight, same.weight)
+    assert one.seed == 3
+    assert not torch.equal(one.weight, other.weight)

@@ -83,3 +83,15 @@ def test_a_state_is_continued_with_a_convolution():
     second, state = module.prefill(x[:, 3:5], state)
     third, _ = module.step(x[:, 5], state)
     torch.testing.assert_close(torch.cat([first, second, third.unsqueeze(1)], 1), module(x))
+
+
+def test_channels_of_rwkv7_start_as_in_its_first_layer():
+    layer = RWKV7(8, 2, causal=True)
+    assert (layer.mix[:, 0] == 1).all()  # the first channel reads the token before
+    assert (layer.mix.diff(dim=1) < 0).all()
+    torch.testing.assert_close(
+        layer.decay_up.bias[[0, 3, 7]], torch.tensor([-6.5, -6.5 + 5 * (3 / 7) ** 0.85, -1.5])
+    )
+    assert not layer.decay_up.weight.any()
+    assert not layer.rate_up.weight.any()
+    assert not layer.rate_up.bias.any()

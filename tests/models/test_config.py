@@ -1,11 +1,13 @@
 import re
 
 import pytest
+from small_models import small_model
 
 from unrolled import attention
 from unrolled.contract import Supports, UnsupportedError
 from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
 from unrolled.models.config import TransformerConfig
+from unrolled.models.limits import n_positions
 
 TEXT, PIXELS = {"vocab_size": 4}, {"vocab_size": 16, "inputs": "pixels"}
 IN_BOTH = {
@@ -122,3 +124,10 @@ def test_a_mechanism_that_cannot_is_refused_with_those_that_can(monkeypatch):
         Decoder(DecoderConfig(vocab_size=4, attention="both_only"))
     with pytest.raises(UnsupportedError, match=re.escape("use one of ['both_only', 'linear'] instead")):
         Encoder(EncoderConfig(vocab_size=4, n_classes=2, attention="forward_only"))
+
+
+def test_the_longest_sequence_is_the_least_of_all_limits():
+    options = {"attention_options": {"aft": {"max_length": 8}}}
+    assert n_positions(small_model("decoder", attention="aft", **options)) == 8
+    assert n_positions(small_model("decoder", attention="aft")) == 16
+    assert n_positions(small_model("decoder", positions="none")) is None

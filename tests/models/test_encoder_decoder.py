@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from small_models import small_model
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -347,3 +348,18 @@ def test_a_translation_has_at_most_as_many_tokens_as_learned_positions():
     assert len(found) == 12
     with pytest.raises(ValueError, match="length 13"):
         translate(model, [[1, 2, 3]], beam_size=2, max_new_tokens=13)
+
+
+def test_layers_that_read_the_source_share_what_their_mechanism_shares():
+    options = {"attention_options": {"linformer": {"sharing": "layerwise", "max_length": 16}}}
+    model = small_model("encoder_decoder", n_layers=2, cross_attention="linformer", **options)
+    first, second = (block.cross.projection for block in model.blocks)
+    assert first is second
+
+
+def test_options_of_rotary_positions_are_for_self_attention_only():
+    rotation = {"rotary_dim": 2, "rotary_base": 100.0}
+    model = small_model("encoder_decoder", positions="rotary", attention_options={"softmax": rotation})
+    block = model.blocks[0]
+    assert (block.attention.rotary_dim, block.attention.rotary_base) == (2, 100)
+    assert (block.cross.rotary, block.cross.rotary_dim) == (False, None)

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from small_models import small_model
 from torch import nn
 
 from models.kit import VOCAB, assert_same, randomised, read, tokens_of
 from unrolled.contract import IGNORED, Batch, UnsupportedError
 from unrolled.generation import generate
 from unrolled.models import Decoder, DecoderConfig, PerceiverAR, PerceiverARConfig
+from unrolled.models.perceiver_ar import ReadingBlock
 from unrolled.ops import state as states
 from unrolled.training import TrainConfig, evaluate
 
@@ -269,3 +271,27 @@ def test_its_evaluation_does_not_depend_on_the_batch_size():
     found = [evaluate(model, Rows(), TrainConfig(batch_size=n)) for n in (1, 2, 5)]
     (whole,) = Rows().eval_batches(5)
     assert found == pytest.approx([model.loss(whole.inputs, whole.targets).item()] * 3)
+
+
+def test_no_latent_is_hidden_by_prefix_dropout():
+    model, tokens = (
+        small_model("perceiver_ar", n_latents=4, prefix_dropout=0.9).double(),
+        torch.randint(7, (32, 4)),
+    )
+    expected = model.eval()(tokens)
+    assert torch.equal(model.train()(tokens), expected)
+
+
+def test_prefix_dropout_hides_its_share_of_the_prefix(monkeypatch):
+    torch.manual_seed(0)
+    model, hidden, last = (
+        small_model("perceiver_ar", n_latents=4, prefix_dropout=0.25).train(),
+        [],
+        ReadingBlock.last,
+    )
+    monkeypatch.setattr(
+        ReadingBlock, "last", lambda *args, **rest: hidden.append(rest["hidden"]) or last(*args, **rest)
+    )
+    model(torch.randint(7, (200, 16)))
+    assert hidden[0][:, :-4].float().mean().item() == pytest.approx(0.25, rel=0.1)
+    assert not hidden[0][:, -4:].any()

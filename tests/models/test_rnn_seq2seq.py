@@ -6,6 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 from adapters import Doubled
+from small_models import small_model
 from torch.nn import functional as F  # noqa: N812
 
 from models.kit import assert_same, read
@@ -393,3 +394,9 @@ def test_it_learns_to_reverse(kind, options):
         logits, state = model.step(token, state)
         said.append(token := logits.argmax(-1))
     assert (torch.stack(said, 1) == targets).float().mean() > 0.99
+
+
+def test_the_readout_is_half_as_wide_as_the_states_by_default():
+    assert small_model("rnn_seq2seq", hidden_size=8).out.in_features == 4
+    assert small_model("rnn_seq2seq", hidden_size=1).out.in_features == 1
+    assert small_model("rnn_seq2seq", readout_size=3).out.in_features == 3

@@ -99,3 +99,9 @@ def test_blocks_run_again_in_the_backward_pass_if_asked():
     model.gradient_checkpointing = True
     model(torch.randn(1, 6, 4)).sum().backward()
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("value", [-0.5, 1.5, -99.0])
+def test_targets_that_are_no_probabilities_are_refused(value):
+    with pytest.raises(ValueError, match="each must be from 0 to 1"):
+        bit_loss(torch.zeros(2), torch.tensor([0.5, value]))

@@ -233,3 +233,11 @@ def test_unknown_symbols_are_named(kind):
 def test_kinds_are_found_by_name():
     assert isinstance(small_model("transcriber"), Transcriber)
     assert isinstance(small_model("bilstm_transcriber"), BiLSTMTranscriber)
+
+
+def test_a_row_without_frames_is_read_as_one_of_zeros():
+    model, x = small_model("bilstm_transcriber").double().eval(), torch.randn(2, 8, 6).double()
+    padding = torch.tensor([[False] * 8, [True] * 8])
+    y = model(x, key_padding_mask=padding)
+    assert y.isfinite().all()
+    torch.testing.assert_close(y[:1], model(x[:1]))

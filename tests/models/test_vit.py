@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_models import small_model
 from torch.nn import functional as F  # noqa: N812
 
 from models.kit import assert_same, randomised
@@ -142,3 +143,17 @@ def test_wrong_settings_are_named(fields, message):
 def test_wrong_input_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call(vit())
+
+
+def test_interpolated_positions_are_bicubic_between_the_centres_of_patches():
+    model = small_model("vit", image_size=[16, 16], max_length=17)
+    own, places = model.positions.table.weight.split([1, 16])
+    table = model.resized([8, 8]).positions.table.weight
+    halved = torch.tensor([[0.5, 0.59375, -0.09375, 0], [0, -0.09375, 0.59375, 0.5]])  # cubic, a = -3/4
+    expected = torch.einsum("ip,jq,pqd->ijd", halved, halved, places.reshape(4, 4, -1))
+    torch.testing.assert_close(table, torch.cat([own, expected.flatten(0, 1)]))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_resized_model_is_in_the_mode_of_its_original(training):
+    assert small_model("vit").train(training).resized([16, 16]).training is training

@@ -203,3 +203,10 @@ def test_learned_maps_ignore_autocast():
 def test_wrong_names_and_widths_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_t2r_starts_like_a_linear_layer():
+    torch.manual_seed(0)
+    for phi in make_feature_map("t2r", 64, 4).children():
+        for parameter in (phi.weight, phi.bias):
+            assert 0.95 / 8 < parameter.abs().max() <= 1 / 8

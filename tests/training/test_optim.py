@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from small_models import small_model
 from torch import nn
 
 from unrolled.training import muon
@@ -196,3 +197,11 @@ def test_the_three_evaluations_of_a_plateau_follow_each_other():
     for loss in [3.0, 4.0, 4.0, 2.0, 3.0, 3.0]:
         schedule.observe(loss)
         assert schedule.lr(0) == 1.0
+
+
+def test_the_gain_and_offset_of_the_biases_of_aft_do_not_decay():
+    options = {"attention_options": {"aft": {"position_bias": "conv"}}}
+    model = small_model("decoder", attention="aft", **options)
+    decayed = build_optimizers(model, config(weight_decay=0.5))[0].param_groups[0]["param_names"]
+    own = {name.rpartition(".")[2] for name in decayed if ".bias." in name}
+    assert own == {"taps"}
