@@ -219,3 +219,8 @@ def test_the_penalty_counts_what_each_place_lacks():
     torch.testing.assert_close(coverage_penalty(weights), torch.tensor(0.0625 + 0.0625 + 1.0))
     mask = torch.tensor([[False, False, True]])
     torch.testing.assert_close(coverage_penalty(weights, mask), torch.tensor(0.125))
+
+
+def test_the_least_number_draws_no_position_of_weight_0():
+    weights = torch.tensor([[0.0, 1.0], [0.5, 0.5], [0.0, 0.0]])
+    assert drawn(weights, torch.zeros(3)).tolist() == [1, 0, 1]

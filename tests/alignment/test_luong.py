@@ -220,3 +220,9 @@ def test_variants_are_loaded_by_their_names():
     assert alignment.load("luong.LocalPredictiveAttention") is LocalPredictiveAttention
     with pytest.raises(ValueError, match=r"attention is 'luong\.Nope', but luong has LuongAttention, Local"):
         alignment.load("luong.Nope")
+
+
+def test_the_vector_of_concat_starts_in_proportion_to_its_width():
+    torch.manual_seed(0)
+    v = LuongAttention(64, 64, score="concat").score.v
+    assert 0.9 / 8 < v.abs().max() <= 1 / 8

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from unrolled.recurrent._kronecker import factor_sizes, fuse, matvec
-from unrolled.recurrent.kronecker import KroneckerRNN
+from unrolled.recurrent.kronecker import KroneckerRNN, _unitary
 
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 
@@ -150,3 +150,9 @@ def test_large_inputs_keep_their_phase():
 def test_wrong_sizes_are_named(size, factors, message):
     with pytest.raises(ValueError, match=message):
         KroneckerRNN(3, size, factors=factors)
+
+
+def test_unitary_matrices_are_drawn_uniformly():
+    torch.manual_seed(0)
+    traces = torch.stack([_unitary(2).diagonal().sum() for _ in range(2000)])
+    assert traces.mean().abs() < 0.1  # 4 standard errors

@@ -186,3 +186,9 @@ def test_a_projection_without_bias_runs_as_the_steps_do(cell):
     module.input_proj = torch.nn.Linear(6, module.input_proj.out_features, bias=False)
     x = normal(3, 40, 6).float()
     torch.testing.assert_close(module(x), by_steps(module, x))
+
+
+def test_parameters_start_as_those_of_torch():
+    torch.manual_seed(0)
+    for parameter in recurrent.load("lstm")(64, 64).parameters():
+        assert 0.9 / 8 < parameter.abs().max() <= 1 / 8

@@ -179,3 +179,10 @@ def test_no_parameter_of_a_head_can_overflow(controller):
     y.sum().backward()
     assert y.isfinite().all()
     assert x.grad.isfinite().all()
+
+
+def test_the_recurrent_matrix_starts_in_proportion_to_its_inputs():
+    torch.manual_seed(0)
+    matrix = NTM(8, 8, controller_size=64).recurrent
+    bound = matrix.shape[1] ** -0.5
+    assert 0.95 * bound < matrix.abs().max() <= bound
