@@ -138,7 +138,7 @@ class ObjectStore:
             if state is not None:
                 check_key(state)
         except (ValueError, TypeError, KeyError) as error:
-            raise OSError(f"the session {name!r} in {self._url} is damaged") from error
+            raise OSError(f"the session {name!r} is damaged") from error
         return _Session(state, version)
 
     @contextmanager
