@@ -45,14 +45,11 @@ def run(plan: "Plan", request: Request, on_token: OnToken | None) -> list[Tensor
 def _report(batch: Batch, before: Tensor, on_token: OnToken) -> None:
     """Call `on_token` for the new tokens, in the order in which they were drawn; it may end a row."""
     first, last = before.tolist(), batch.length.tolist()
-    rows = [row for row in range(len(first)) if first[row] < last[row]]
-    begin, end = min((first[row] for row in rows), default=0), max((last[row] for row in rows), default=0)
-    for place in range(begin, end):
-        for row in rows:
-            drawn = first[row] <= place < last[row]
-            if drawn and on_token(row, int(batch.tokens(row)[place])) is False:
-                last[row] = place + 1
-                batch.end(row, place + 1)
+    drawn = [(place, row) for row in range(len(first)) for place in range(first[row], last[row])]
+    for place, row in sorted(drawn):
+        if place < last[row] and on_token(row, int(batch.tokens(row)[place])) is False:
+            last[row] = place + 1
+            batch.end(row, place + 1)
 
 
 def _prefill(plan: "Plan", request: Request) -> tuple[Tensor, "PlanState"]:

@@ -90,15 +90,15 @@ def _check_keys(values: Mapping[str, Any], source: Path) -> None:
                 + ("" if name in needed else ", or left out")
             )
     if twice := _twice(values.get("expect", [])):
-        raise ValueError(f"expect of {source} has {twice!r} twice")
+        raise ValueError(f"expect of {source} has {twice[0]!r} twice")
     for scale, minutes in values["budget"].items():
         if isinstance(minutes, bool) or not isinstance(minutes, int | float) or minutes < 0:
             raise ValueError(f"{scale} in budget of {source} is {minutes!r}, but must be a number of minutes")
 
 
-def _twice(values: Sequence[Any]) -> Any:
-    """Return the first value that is in a list twice, or None."""
-    return next((x for i, x in enumerate(values) if x in values[:i]), None)
+def _twice(values: Sequence[Any]) -> list[Any]:
+    """List the values that equal an earlier one; they need not be hashable."""
+    return [x for i, x in enumerate(values) if x in values[:i]]
 
 
 def _check_names(values: Mapping[str, Any], source: Path) -> None:
@@ -151,11 +151,11 @@ def _check_varied(what: str, given: Mapping[str, Any]) -> None:
             raise ValueError(f"sweep of {what} has {key!r}, but must have settings like train.lr")
         if not isinstance(values, list) or not values:
             raise ValueError(f"{key} in sweep of {what} is {values!r}, but must be a list of values")
-        if _twice(values) is not None:
+        if _twice(values):
             raise ValueError(f"{key} in sweep of {what} is {values!r}, but must not have a value twice")
     if not isinstance(seeds, list) or not seeds or any(type(x) is not int for x in seeds):
         raise ValueError(f"seeds of {what} is {seeds!r}, but must be a list of whole numbers")
-    if len(set(seeds)) < len(seeds):
+    if _twice(seeds):
         raise ValueError(f"seeds of {what} is {seeds!r}, but must not have a seed twice")
 
 

@@ -139,12 +139,11 @@ class Results:
 
     def edges(self) -> list[str]:
         """Say for which contenders the best value of a setting is the largest or the smallest one tried."""
-        said = []
+        best, said = {name: self.best(name) for name in self.experiment.contenders}, []
         for key, values in self.experiment.sweep.items():
             if key == SEED or len(values) == 1 or not all(isinstance(x, int | float) for x in values):
                 continue
             for edge, word in ((max(values), "largest"), (min(values), "smallest")):
-                best = {name: self.best(name) for name in self.experiment.contenders}
                 names = [name for name, trial in best.items() if trial and trial.swept[key] == edge]
                 if names:
                     said.append(f"The best {key} is the {word} one tried for {', '.join(names)}.")

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 import torch
@@ -94,12 +93,11 @@ class FeedForward(Layer):
         """[..., d_model] -> [..., d_model]."""
         if self.chunk is None or exporting() or x.dim() < 3 or x.shape[-2] <= self.chunk:
             return self._whole(x)
+        recompute = torch.is_grad_enabled()
         parts = torch.split(x, self.chunk, dim=-2)
-        if not torch.is_grad_enabled() or transforming():  # transforms of `torch.func` refuse checkpoints
-            return torch.cat([self._whole(part) for part in parts], dim=-2)
-        whole = _with_layer_as_now(self, self._whole)
-        again = partial(checkpoint, whole, use_reentrant=False)  # an adapter of a layer may draw dropout
-        return torch.cat([again(part) for part in parts], dim=-2)
+        return torch.cat(
+            [apply(self._whole, part, layer=self, recompute=recompute) for part in parts], dim=-2
+        )
 
     def _whole(self, x: Tensor) -> Tensor:
         x = self.up(x)

@@ -96,13 +96,11 @@ class SqliteStore:
             self._db = sqlite3.connect(path, timeout=WAIT, isolation_level=None, check_same_thread=False)
             try:
                 self._prepare()
-            except sqlite3.DatabaseError as error:
+            except BaseException as error:
                 self._db.close()
-                if _code(error) in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+                damaged = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT)
+                if isinstance(error, sqlite3.Error) and _code(error) in damaged:
                     raise ValueError(f"{path} is not a database, or a damaged one: {error}") from error
-                raise
-            except BaseException:
-                self._db.close()
                 raise
 
     def get(self, key: str) -> bytes | None:
