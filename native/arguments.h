@@ -111,6 +111,30 @@ struct DplrGradients {
     float* reads;                       // scratch [batch, tokens, heads, values]
 };
 
+// The selective scan: for every channel and state h_t = exp(dt_t a) h_(t-1) + dt_t x_t b_t, and for every
+// channel y_t, the sum of c_t h_t over the states. `offsets` as in `Linear`. No tensor has an axis of heads.
+struct SelectiveScan {
+    int64_t sequences, tokens, channels, states;
+    int32_t type, threads;
+    const int32_t* offsets;
+    Tensor x, b, c;      // [batch, tokens, channels], and twice [batch, tokens, states]
+    Tensor dt;           // floats [batch, tokens, channels], at least 0; `head` is the stride of the channels
+    const float* a;      // [channels, states], at most 0
+    const float* state;  // before the first token, [sequences, channels, states]
+};
+
+struct SelectiveScanOutputs {
+    void* y;       // [batch, tokens, channels]
+    float* state;  // after the last token
+};
+
+struct SelectiveScanGradients {
+    Tensor y;                     // gradient of the output
+    const float* state;           // gradient of the final state
+    void *d_x, *d_b, *d_c;        // results, contiguous, in the type of the inputs
+    float *d_dt, *d_a, *d_state;  // results, contiguous
+};
+
 struct LinearStep {
     int64_t batch, heads, groups, features, values;
     int32_t type, normalize, threads, feature_map;

@@ -12,6 +12,7 @@ from torch.nn.functional import logsigmoid, softplus
 from unrolled.attention.retention import log_gamma, retention
 from unrolled.ops.gla import diagonal_linear_attention
 from unrolled.ops.linear import linear_attention
+from unrolled.ops.selective_scan import selective_scan
 
 
 def test_fla_naive_retention():
@@ -68,3 +69,17 @@ def test_hugging_face_mamba_2():
     ours = ours + D.unsqueeze(-1) * x
     assert_agree(ours, theirs.view(ours.shape), "Mamba-2's recurrence", library="transformers 5.24.0")
     assert_agree(after.kv, theirs_after.mT, "Mamba-2's recurrence, state", library="transformers 5.24.0")
+
+
+def test_hugging_face_selective_scan_of_mamba():
+    mamba = pytest.importorskip("transformers.models.mamba.modeling_mamba")
+    generator = torch.Generator().manual_seed(1)
+    x, z, b, c, a = (
+        torch.randn(size, generator=generator) for size in (*[(2, 150, 6)] * 2, *[(2, 150, 5)] * 2, (6, 5))
+    )
+    inputs = [y.requires_grad_() for y in (x, softplus(z), -a.exp(), b, c)]
+    x, dt, a, b, c = inputs
+    theirs, theirs_after = mamba.mamba_selective_scan(x.mT, dt.mT, a, b.mT, c.mT, return_last_state=True)
+    ours, after = selective_scan(x, dt, a, b, c)
+    assert_all_agree(ours, theirs.mT, inputs, "selective scan of Mamba", library="transformers 5.24.0")
+    assert_agree(after, theirs_after, "selective scan of Mamba, state", library="transformers 5.24.0")
