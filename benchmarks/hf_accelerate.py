@@ -3,15 +3,18 @@
     python benchmarks/hf_accelerate.py                           # all of it, about an hour of one core
     python benchmarks/hf_accelerate.py Mamba2 Lfm2 --dtypes float32
     python benchmarks/hf_accelerate.py --layers 4 --rounds 2     # a trial
+    python benchmarks/hf_accelerate.py Mamba --jobs training --layers 1
 
 The models have the widths of published models. Their weights are random, because the speed does not depend on
 the values. All runs use one thread and one sequence. Runs before and after `accelerate` alternate. The
 figures are medians over the rounds, after a round that is not timed. Prefill is a prompt of 1,024 tokens and
 the first token after it. Decode is 64 tokens after a prompt of 16, whose prefill is part of the time.
+Training is the loss of 1,024 tokens and its gradients; it is not measured by default.
 """
 
 import argparse
 import copy
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -51,6 +54,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], int, tuple[str, Any] | None]] = {
         ("layer_types", ("linear_attention",) * 3 + ("full_attention",)),
     ),
     "Mamba2": ({"hidden_size": 1024, "num_heads": 32, "head_dim": 64, "n_groups": 1}, 32, None),
+    "Mamba": ({"hidden_size": 1024}, 32, None),
     "FalconH1": (
         WIDE | SSD | {"intermediate_size": 2048, "mamba_d_ssm": 1536, "mamba_n_heads": 24},
         16,
@@ -75,6 +79,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], int, tuple[str, Any] | None]] = {
     ),
 }
 PROMPT, PREFILL, DECODE = 16, 1024, 64
+TOKENS = {"prefill": PREFILL, "decode": DECODE, "training": PREFILL}
 
 
 def make(family: str, layers: int | None, dtype: torch.dtype) -> Any:
@@ -92,24 +97,24 @@ def make(family: str, layers: int | None, dtype: torch.dtype) -> Any:
     return getattr(transformers, f"{family}ForCausalLM")._from_config(config, dtype=dtype).eval()
 
 
-def times(model: Any, rounds: int) -> dict[tuple[str, bool], float]:
-    """Measure the seconds of prefill and of decode, with and without `accelerate`."""
+def times(model: Any, jobs: list[str], rounds: int) -> dict[tuple[str, bool], float]:
+    """Measure the seconds of each job, with and without `accelerate`."""
     ids = torch.randint(2, 32000, (1, PREFILL), generator=torch.Generator().manual_seed(0))
 
     fast = copy.deepcopy(model, {id(x): x for x in model.parameters()})  # a copy with the same weights
     hf.accelerate(fast)
 
-    def run(length: int, tokens: int, accelerated: bool) -> None:
-        (fast if accelerated else model).generate(
-            ids[:, :length], max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
-        )
+    def run(job: str, accelerated: bool) -> None:
+        chosen = fast if accelerated else model
+        if job == "training":
+            chosen.train()
+            chosen(ids, labels=ids, use_cache=False).loss.backward()
+            chosen.eval()
+            return
+        length, tokens = {"prefill": (PREFILL, 1), "decode": (PROMPT, DECODE)}[job]
+        chosen.generate(ids[:, :length], max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
 
-    jobs = {"prefill": (PREFILL, 1), "decode": (PROMPT, DECODE)}
-    runs = {
-        (job, accelerated): lambda sizes=sizes, accelerated=accelerated: run(*sizes, accelerated)
-        for job, sizes in jobs.items()
-        for accelerated in (False, True)
-    }
+    runs = {(job, each): partial(run, job, each) for job in jobs for each in (False, True)}
     for warm_up in runs.values():
         warm_up()
     return {key: median(found) for key, found in take_turns(runs, least=rounds, budget=0).items()}
@@ -123,18 +128,19 @@ def main() -> None:
     parser.add_argument(
         "--layers", type=int, help="number of layers, by default those for 0.1 to 0.5e9 weights"
     )
+    parser.add_argument("--jobs", nargs="*", default=["prefill", "decode"], choices=list(TOKENS))
     parser.add_argument("--rounds", type=int, default=5)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
-    print("| family | weights | type | prefill before, after, ratio | decode before, after, ratio |")
-    print("| --- | ---: | --- | ---: | ---: |")
+    print(f"| family | weights | type |{''.join(f' {job} before, after, ratio |' for job in chosen.jobs)}")
+    print(f"| --- | ---: | --- |{' ---: |' * len(chosen.jobs)}")
     for family in chosen.families:
         for dtype in chosen.dtypes:
             model = make(family, chosen.layers, getattr(torch, dtype))
-            found, cells = times(model, chosen.rounds), []
-            for job, tokens in (("prefill", PREFILL), ("decode", DECODE)):
-                before, after = found[job, False], found[job, True]
+            found, cells = times(model, chosen.jobs, chosen.rounds), []
+            for job in chosen.jobs:
+                tokens, before, after = TOKENS[job], found[job, False], found[job, True]
                 cells.append(f"{tokens / before:.1f}, {tokens / after:.1f}, {before / after:.2f}")
             weights = sum(p.numel() for p in model.parameters()) / 1e9
             print(f"| {family} | {weights:.2f}e9 | {dtype} | " + " | ".join(cells) + " |", flush=True)

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch.nn.functional import conv1d, gelu, pad, silu, softplus
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
+from transformers.models.mamba import modeling_mamba as mamba
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from unrolled.contract import UnsupportedError
-from unrolled.interop.hf.accelerate import conv, delta, ssd
+from unrolled.interop.hf.accelerate import conv, delta, selective, ssd
 
 
 @pytest.fixture(autouse=True)
@@ -239,6 +240,71 @@ def test_a_step_of_mamba_2_has_the_type_of_its_inputs():
         assert (found.dtype, state.dtype) == (torch.bfloat16, torch.float32)
 
 
+def selective_scan(x, dt, A, B, C, D, z, bias):
+    """The scan of the first Mamba by its definition, token by token in fp64."""
+    x, dt, A, B, C, D, z, bias = (y.double() for y in (x, dt, A, B, C, D, z, bias))
+    dt, h, o = softplus(dt + bias[:, None]), 0, []
+    for t in range(x.shape[2]):
+        h = (dt[..., t, None] * A).exp() * h + (dt * x)[..., t, None] * B[:, None, :, t]
+        o.append(torch.einsum("bcn,bn->bc", h, C[..., t]) + D * x[..., t])
+    return torch.stack(o, 2) * silu(z), h
+
+
+def selective_inputs(T):
+    x, dt, B, C, z = (drawn(2, width, T) for width in (6, 6, 5, 5, 6))
+    return x, dt, -drawn(6, 5).exp(), B, C, drawn(6), z, drawn(6)
+
+
+def run_selective(function):
+    def run(x, dt, A, B, C, D, z, bias):
+        return function(
+            x, dt, A, B, C, D=D, z=z, delta_bias=bias, delta_softplus=True, return_last_state=True
+        )
+
+    return run
+
+
+@FP32_AND_FP64
+@pytest.mark.parametrize("T", [1, 70])
+def test_the_selective_scan(T, dtype):
+    inputs = [x.to(dtype) for x in selective_inputs(T)]
+    ours, theirs = map(run_selective, (selective.mamba_selective_scan, mamba.mamba_selective_scan))
+    check(ours, theirs, selective_scan, inputs)
+    inputs[1] = inputs[1].abs()  # step sizes without softplus
+    y = selective.mamba_selective_scan(*inputs[:5])
+    torch.testing.assert_close(y, mamba.mamba_selective_scan(*inputs[:5]), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_selective_scan_of_narrow_types(dtype):
+    x, dt, A, B, C, D, z, bias = selective_inputs(70)
+    inputs = [*(y.to(dtype) for y in (x, dt)), A, *(y.to(dtype) for y in (B, C)), D, z.to(dtype), bias]
+    exact = selective_scan(*inputs)
+    found, expected = (
+        run_selective(f)(*inputs) for f in (selective.mamba_selective_scan, mamba.mamba_selective_scan)
+    )
+    for ours, theirs, true in zip(found, expected, exact, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert (ours - true).abs().max() <= 2 * (theirs - true).abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("full", [True, False])
+def test_a_step_of_the_selective_scan_updates_the_state(full, dtype):
+    x, dt, A, B, C, D, z, bias = selective_inputs(1)
+    x, dt, B, C, z = (y[..., 0].to(dtype) for y in (x, dt, B, C, z))
+    options = {"D": D, "z": z, "dt_bias": bias, "dt_softplus": True} if full else {}
+    given, state = (x, dt.abs(), A, B, C), drawn(2, 6, 5)
+    ours, theirs, exact = state.clone(), state.clone(), state.double()
+    found = selective.mamba_selective_state_update(ours, *given, **options)
+    expected = mamba.mamba_selective_state_update(theirs, *given, **options)
+    wide = {name: y.double() if torch.is_tensor(y) else y for name, y in options.items()}
+    true = mamba.mamba_selective_state_update(exact, *(y.double() for y in given), **wide)
+    for mine, reference, y in ((found, expected, true), (ours, theirs, exact)):
+        assert mine.dtype == reference.dtype
+        assert (mine - y).abs().max() <= 2 * (reference - y).abs().max() + 1e-6
+
+
 @pytest.mark.parametrize("activation", [None, "silu", "gelu"])
 @pytest.mark.parametrize("T", [1, 2, 9])
 def test_the_convolution(T, activation):
@@ -266,11 +332,14 @@ def test_the_convolution_continues_from_a_state(T):
     assert torch.equal(state, x[..., -4:])
 
 
-@pytest.mark.parametrize("function", ["rule", "scan", "convolution"])
+@pytest.mark.parametrize("function", ["rule", "scan", "selective scan", "convolution"])
 def test_packed_sequences_are_refused(function):
     calls = {
         "rule": lambda: delta.chunk_delta_rule(*rule_inputs(4)[:5], cu_seqlens=torch.tensor([0, 4])),
         "scan": lambda: ssd.mamba2_chunk_scan(*scan_inputs(4, 1)[:5], 16, seq_idx=torch.zeros(2, 4)),
+        "selective scan": lambda: selective.mamba_selective_scan(
+            *selective_inputs(4)[:5], seq_idx=torch.zeros(2, 4)
+        ),
         "convolution": lambda: conv.causal_conv1d_fn(drawn(2, 5, 4), drawn(5, 4), seq_idx=torch.zeros(2, 4)),
     }
     with pytest.raises(UnsupportedError, match="cannot keep packed sequences apart"):

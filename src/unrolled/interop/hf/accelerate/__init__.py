@@ -20,7 +20,7 @@ from unrolled.interop.hf.accelerate.rebind import (
     set_forward,
 )
 from unrolled.interop.hf.accelerate.report import AccelerationReport, LayerReport
-from unrolled.interop.hf.accelerate.table import KEPT, REPLACEMENTS, why_kept
+from unrolled.interop.hf.accelerate.table import REPLACEMENTS, why_kept
 
 __all__ = ["AccelerationReport", "LayerReport", "accelerate", "restore"]
 
@@ -71,7 +71,7 @@ def _calls(layer: nn.Module) -> dict[str, Function]:
     if lightning.is_lightning(layer):
         return {"forward": forward}
     called = functions_called(forward)
-    return {name: function for name, function in called.items() if name in REPLACEMENTS or name in KEPT}
+    return {name: function for name, function in called.items() if name in REPLACEMENTS}
 
 
 def _examined(name: str, layer: nn.Module) -> LayerReport:

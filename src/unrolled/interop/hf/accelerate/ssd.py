@@ -55,7 +55,7 @@ def mamba2_chunk_scan(
     """
     refuse_packing("mamba2_chunk_scan", kwargs)
     x, (rows, _, H, P), (G, N) = hidden_states, hidden_states.shape, B.shape[2:]
-    dt = _step_sizes(dt, dt_bias, dt_softplus).clamp(*dt_limit).float()
+    dt = step_sizes(dt, dt_bias, dt_softplus).clamp(*dt_limit).float()
     keys = (by_group(each.float(), G).expand(-1, -1, H // G, -1) for each in (C, B))
     inputs = (by_group(each, G) for each in (x.float() * dt.unsqueeze(-1), (dt * A.float()).unsqueeze(-1)))
     (q, k), (v, log_decay) = keys, inputs
@@ -109,7 +109,7 @@ def mamba2_selective_state_update(
     """
     x, repeats = hidden_states.float(), state.shape[1] // B.shape[1]
     bias = None if dt_bias is None else dt_bias[:, 0]
-    dt = _step_sizes(dt[..., 0], bias, dt_softplus).float().unsqueeze(-1)
+    dt = step_sizes(dt[..., 0], bias, dt_softplus).float().unsqueeze(-1)
     key, query = (each.float().repeat_interleave(repeats, 1) for each in (B, C))
     state.mul_((dt * A[:, 0, :1]).exp().unsqueeze(-1))
     state.addcmul_((dt * x).unsqueeze(-1), key.unsqueeze(2))
@@ -120,7 +120,7 @@ def mamba2_selective_state_update(
     return y if z is None else y * silu(z)
 
 
-def _step_sizes(dt: Tensor, bias: Tensor | None, through_softplus: bool) -> Tensor:
+def step_sizes(dt: Tensor, bias: Tensor | None, through_softplus: bool) -> Tensor:
     """Add the bias and apply softplus, in the dtype of `dt`, as in transformers."""
     if bias is not None:
         dt = dt + bias.to(dt.dtype)

@@ -3,15 +3,15 @@
 These are functions that the modelling files of transformers define for machines without special kernels,
 under the same names in all families: the gated delta rule in Qwen3-Next, Qwen3.5 and OLMo-hybrid, and with a
 gate for each feature in Kimi-Linear; the scan of Mamba-2 in Mamba-2, Bamba, Falcon-H1, GraniteMoeHybrid,
-Nemotron-H and Zamba2; and the convolution in all of these, and in LFM2, Mamba, Falcon-Mamba, Jamba and
-others.
+Nemotron-H and Zamba2; that of the first Mamba in Mamba, Falcon-Mamba, Jamba and Zamba; and the convolution in
+all of these, and in LFM2 and others.
 """
 
 from inspect import signature
 
 from torch import nn
 
-from unrolled.interop.hf.accelerate import conv, delta, ssd
+from unrolled.interop.hf.accelerate import conv, delta, selective, ssd
 from unrolled.interop.hf.accelerate.rebind import Function
 
 # The replacements take the same arguments as the functions that they replace.
@@ -27,19 +27,16 @@ REPLACEMENTS: dict[str, tuple[Function, str]] = {
         ssd.mamba2_selective_state_update,
         "a step that updates the state in place",
     ),
-}
-
-_MAMBA_1 = "every entry of its state decays at its own rate, which no kernel supports"
-KEPT: dict[str, str] = {
-    "mamba_selective_scan": _MAMBA_1,
-    "mamba_selective_state_update": _MAMBA_1,
+    "mamba_selective_scan": (selective.mamba_selective_scan, "selective_scan"),
+    "mamba_selective_state_update": (
+        selective.mamba_selective_state_update,
+        "a step that updates the state in place",
+    ),
 }
 
 
 def why_kept(name: str, function: Function) -> str | None:
     """Return why a function that a layer calls by this name is kept; None if it can be replaced."""
-    if name in KEPT:
-        return KEPT[name]
     # A function that transformers offers to the package `kernels` is a module.
     plain = function.forward if isinstance(function, nn.Module) else function
     ours, theirs = (list(signature(each).parameters) for each in (REPLACEMENTS[name][0], plain))
