@@ -8,6 +8,8 @@ from contract_parts import check_compiled, check_uncompiled
 
 from unrolled.attention.linear import LinearAttention, rotary_linear_attention
 from unrolled.attention.softmax import SoftmaxAttention
+from unrolled.models import Decoder, DecoderConfig
+from unrolled.models.limits import n_positions
 from unrolled.ops.feature_maps import FEATURE_MAPS, Elu, Exp, QueryKeyMap, make_feature_map
 from unrolled.ops.linear import linear_attention
 from unrolled.ops.positions import rotary
@@ -142,6 +144,26 @@ def test_a_norm_of_heads_rotates_the_numerator():
 def test_many_keys_do_not_overflow_fp16_without_a_denominator():
     module = LinearAttention(8, 2, feature_map="squared_relu", normalizer="rms").half()
     assert module(20 * torch.ones(1, 5000, 8, dtype=torch.float16)).isfinite().all()
+
+
+def test_a_model_reads_as_many_tokens_as_cosformer_has_positions():
+    options = {"feature_map": "cosformer", "feature_map_options": {"max_length": 20}}
+    sizes = {"vocab_size": 5, "d_model": 8, "n_layers": 1, "n_heads": 2, "positions": "none"}
+    model = Decoder(DecoderConfig(**sizes, attention="linear", attention_options={"linear": options}))
+    tokens, most = torch.zeros(1, 22, dtype=torch.long), n_positions(model)
+    assert most == 21
+    model(tokens[:, :most])
+    with pytest.raises(ValueError, match="positions go up to 21, but must be at most max_length = 20"):
+        model(tokens[:, : most + 1])
+
+
+def test_by_default_cosformer_has_positions_up_to_1024():
+    phi, x = make_feature_map("cosformer", 4), torch.ones(1, 1, 4)
+    half = phi.phi_k(x, torch.tensor([512]))
+    torch.testing.assert_close(half, torch.full_like(half, 0.5**0.5))
+    phi.phi_q(x, torch.tensor([1024]))
+    with pytest.raises(ValueError, match="positions go up to 1025, but must be at most max_length = 1024"):
+        phi.phi_q(x, torch.tensor([1025]))
 
 
 def test_cosformer_ends_at_its_longest_position():

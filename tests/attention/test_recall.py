@@ -52,6 +52,28 @@ def test_what_cannot_be_read_so_is_refused():
             module.read(memory[..., :3])
 
 
+WEIGHING = [name for name in attention.names() if (x := attention.load(name).supports).cross and x.weights]
+
+
+@pytest.mark.parametrize("name", WEIGHING)
+def test_weights_of_a_memory_with_padding_are_those_of_its_other_rows(name):
+    module, query, memory = make(name), normal(2, 3, 8), normal(2, 6, 8, seed=2)
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[0, 4:] = padding[1, :1] = True
+    hostile = memory.masked_fill(padding.unsqueeze(-1), torch.nan)
+    found = module.weights(query, hostile, key_padding_mask=padding)
+    assert found.shape == (2, 4, 3, 6)
+    for row, kept in enumerate(~padding):
+        expected = module.weights(query[[row]], memory[[row]][:, kept])
+        torch.testing.assert_close(found[[row]][..., kept], expected)
+        assert (found[row][..., ~kept] == 0).all()
+    _, _, v = module.project(query, memory)
+    v = v.masked_fill(padding[..., None, None], 0).repeat_interleave(2, 2)  # a key head for two of queries
+    o = torch.einsum("bhts,bshm->bthm", found, v).flatten(2)
+    output = module(query, hostile, key_padding_mask=padding)
+    torch.testing.assert_close(module.out_proj(o), output)
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_autocast_may_come_and_go(first):
     module, query, memory = make("softmax").float(), normal(2, 3, 8).float(), normal(2, 6, 8, seed=2).float()

@@ -78,6 +78,27 @@ def test_equals_the_definition(layout, length, grouped, padded):
             assert_same([found[row : row + 1, keep]], [o], [q, k, v])
 
 
+@pytest.mark.parametrize(
+    ("options", "places"),
+    [({}, range(96, 128)), ({"stride": 8}, (6, 7)), ({"stride": 12}, (9, 10, 11)), ({"stride": 6}, range(6))],
+    ids=str,
+)
+def test_by_default_blocks_are_summarised_by_their_last_quarter(options, places):
+    stride = options.get("stride", 128)
+    found = SparseTransformerAttention(8, 2, causal=True, **options).pattern(300)
+    for i in (0, 5, 130, 257, 299):
+        expected = [j <= i and (j // stride == i // stride or j % stride in places) for j in range(300)]
+        assert found[:, i].tolist() == [expected] * 2
+
+
+def test_by_default_the_strided_kind_reads_as_many_tokens_before_as_its_stride():
+    options = {"kind": "strided", "stride": 7}
+    near = SparseTransformerAttention(8, 2, causal=True, **options, reads="near").pattern(30)
+    assert near[:, 29].nonzero()[:, 1].tolist() == [22, 23, 24, 25, 26, 27, 28, 29] * 2
+    both = SparseTransformerAttention(8, 2, causal=True, **options).pattern(30)
+    assert both[:, 29].nonzero()[:, 1].tolist() == [1, 8, 15, 22, 23, 24, 25, 26, 27, 28, 29] * 2
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     "options",

@@ -9,7 +9,7 @@ import torch
 from commands import error, works
 from torch.utils.flop_counter import FlopCounterMode
 
-from unrolled.bench import cases, decode, definitions, flops, models, runner
+from unrolled.bench import cases, decode, definitions, flops, images, models, runner
 from unrolled.bench.case import Settings
 from unrolled.bench.machine import Limits
 from unrolled.bench.report import Report
@@ -69,6 +69,23 @@ def test_the_operations_of_a_case_are_those_of_its_eight_heads(case, definition,
 
 
 @pytest.mark.parametrize(
+    ("case", "left", "right"), [("window-128-0", 128, 0), ("window-128-128-training", 128, 128)]
+)
+def test_the_operations_of_a_window_are_those_of_the_pairs_in_it(case, left, right):
+    pairs = sum(-left <= j - i <= right for i in range(300) for j in range(300))
+    each = flops.softmax_attention(pairs, 300, 64, 64)
+    if right:
+        each += flops.softmax_attention_gradient(pairs, 300, 64, 64)
+    assert cases.find(case).problem(300, Settings()).definitions["window"].flops == 8 * each
+
+
+def test_a_window_allows_the_rounding_of_the_sums_in_it():
+    short, long = (cases.find("window-128-0").problem(n, Settings()).definitions for n in (256, 512))
+    assert short["window"].allowed == long["window"].allowed
+    assert short["dense"].allowed < long["dense"].allowed
+
+
+@pytest.mark.parametrize(
     ("case", "contender", "inputs"),
     [
         ("linear-forward", "unrolled plain", 3),
@@ -83,6 +100,41 @@ def test_the_bytes_of_a_case_are_those_of_its_inputs_and_results(case, contender
     results = chosen.prepare()()
     expected = inputs * results[0].nbytes + sum(x.nbytes for x in results)
     assert problem.definitions[chosen.definition].nbytes == expected
+
+
+@pytest.mark.parametrize(("case", "size", "batch"), [("position", 8, 1), ("images", 12, 16)])
+def test_a_run_has_as_many_steps_as_it_says(case, size, batch, monkeypatch):
+    problem, read = cases.find(case).problem(size, Settings(quick=True)), []
+    monkeypatch.setattr("unrolled.bench.measure.planned", lambda model: model)
+    step = models.Decoder.step
+    monkeypatch.setattr(models.Decoder, "step", lambda *given: read.append(len(given[1])) or step(*given))
+    for contender in problem.contenders:
+        run = contender.prepare()
+        read.clear()
+        found, definition = run(), problem.definitions[contender.definition]
+        assert runner.largest_error(found, definition)[0] <= definition.allowed
+        assert read == [batch] * problem.steps
+        assert problem.tokens == batch
+
+
+def test_an_image_that_is_computed_again_has_a_level_of_each_position(monkeypatch):
+    problem, read = cases.find("images-recomputed").problem(12, Settings(quick=True)), []
+    forward = models.Decoder.forward
+    monkeypatch.setattr(
+        models.Decoder, "forward", lambda *given: read.append(given[1].shape) or forward(*given)
+    )
+    [contender] = problem.contenders
+    contender.prepare()()
+    assert read == [(16, 4), (16, 10)]  # with 3 and 9 levels before
+    assert (problem.steps, problem.tokens) == (len(read), 16)
+
+
+@pytest.mark.parametrize("levels", [784, 3072])
+@pytest.mark.parametrize("power", [0, 1, 2, 3])
+def test_two_positions_have_the_mean_time_of_all_levels(levels, power):
+    places = images._positions(levels)
+    exact = sum(n**power for n in range(levels)) / levels
+    assert sum(n**power for n in places) / len(places) == pytest.approx(exact, rel=5e-3)
 
 
 def test_a_step_of_a_batch_reads_the_weights_once_and_each_state_twice():
@@ -205,6 +257,8 @@ def test_a_quick_run_of_everything(tmp_path, monkeypatch):
         (["step", "--lengths", "ten"], "--lengths is 'ten', but must be positive integers separated by"),
         (["step", "--lengths", "0,5"], "--lengths is '0,5', but must be positive"),
         (["step", "--lengths", ","], "--lengths is ',', but must be positive"),
+        (["linear-forward", "--lengths", f"{2**63}"], f"--lengths is '{2**63}', but must be below 2^63"),
+        (["step", "--threads", "99999999"], "threads is 99999999, but must be at most 1024"),
         (
             ["step", "drawing", "--lengths", "8"],
             "--lengths is '8', but must be left out: no length is varied in step, drawing",

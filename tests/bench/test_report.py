@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from unrolled.bench.fits import exponent
@@ -115,6 +116,14 @@ def test_a_busy_machine_is_reported(report):
     assert text.endswith("this process had 62% of the time at worst, so read the ratios only.")
 
 
+def test_the_worst_share_of_the_time_is_told_and_only_of_a_cpu(report):
+    both = [dataclasses.replace(row, working=x) for row, x in zip(ROWS[:2], (1.0, 0.62), strict=True)]
+    text = case_text(dataclasses.replace(report, rows=both), "case", "What it asks.", "N")
+    assert "this process had 62% of the time at worst" in text
+    gpu = dataclasses.replace(report, rows=both, machine=MACHINE | {"device": "cuda"})
+    assert "other work" not in case_text(gpu, "case", "What it asks.", "N")
+
+
 def test_a_case_without_any_time_still_says_why(report):
     only = dataclasses.replace(report, rows=[ROWS[2]], remarks={})
     assert "| all | gone | missing: No module named 'gone' |" in case_text(only, "case", "It.", "N")
@@ -129,6 +138,13 @@ def test_exponents_of_power_laws(power):
 def test_what_a_call_costs_does_not_hide_the_exponent():
     sizes = [256 * 2**i for i in range(7)]
     assert exponent(sizes, [1e-3 + 1e-8 * n**2 for n in sizes]) == pytest.approx(2.0, abs=0.02)
+
+
+@pytest.mark.parametrize(("order", "larger"), [([1, 2, 4, 8, 16], [4, 8, 16]), ([8, 2, 1, 4], [4, 8])])
+def test_an_exponent_is_that_of_the_line_through_the_larger_half(order, larger):
+    costs = {1: 5.0, 2: 5.5, 4: 7.0, 8: 30.0, 16: 40.0}
+    expected = np.polyfit(np.log(larger), np.log([costs[n] for n in larger]), 1)[0]
+    assert exponent(order, [costs[n] for n in order]) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("sizes", "costs"), [([256], [1.0]), ([256, 512], [0, 1.0])])

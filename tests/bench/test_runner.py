@@ -54,6 +54,35 @@ def test_a_correct_contender_is_timed_relative_to_the_limits():
     assert 0 < row.working <= 1
 
 
+def test_times_are_those_of_one_of_the_jobs_of_a_run(monkeypatch):
+    monkeypatch.setattr(runner, "take_turns", lambda runs, **_: {name: [8.0, 40.0, 12.0] for name in runs})
+    row = rows(("a", doubling(), {}), steps=4, tokens=6)["a"]
+    assert (row.least, row.median, row.most, row.best_peer) == (2.0, 3.0, 10.0, 3.0)
+    assert (row.tokens_per_second, row.flops, row.bandwidth) == (2.0, 100 / 3, 800 / 3)
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_contenders_share_the_seconds_of_the_settings_and_a_quick_run_is_one(quick, monkeypatch):
+    given, two = {}, problem(("a", doubling(), {}), ("b", doubling(), {}))
+    take_turns = runner.take_turns
+
+    def noted(runs, **options):
+        given.update(options)
+        return take_turns(runs, **options | {"budget": 0})
+
+    monkeypatch.setattr(runner, "take_turns", noted)
+    found = runner.run_problem(two, Settings(seconds=7.0, quick=quick), LIMITS)
+    assert given["budget"] == 7.0
+    assert [row.runs for row in found] == [1 if quick else 3] * 2
+
+
+def test_what_must_be_exact_is_right_if_it_is():
+    exact = Definition(lambda: [2 * X.double()], ["y"], 0.0)
+    contenders = [Contender(name, doubling(add=x), "f") for name, x in (("same", 0), ("near", 1e-5))]
+    same, near = runner.run_problem(Problem(contenders, {"f": exact}), Settings(seconds=0.0), LIMITS)
+    assert (same.status, same.error, near.status) == ("ok", 0.0, "wrong")
+
+
 @pytest.mark.parametrize(
     ("prepare", "words"),
     [
@@ -181,6 +210,11 @@ def test_other_work_is_told_only_where_each_contender_has_one_thread():
         assert (row.working is not None) == known
 
 
+def test_other_work_is_not_told_if_one_of_the_contenders_has_two_threads():
+    found = rows(("one", doubling(), {}), ("two", doubling(), {"threads": 2}))
+    assert [row.working for row in found.values()] == [None, None]
+
+
 def test_contenders_run_on_their_own_number_of_threads():
     seen = {}
 
@@ -256,6 +290,24 @@ def test_each_time_has_the_peak_memory_of_its_contender_at_its_size(monkeypatch,
     assert remarks == []
 
 
+def test_memory_is_measured_at_the_sizes_that_have_a_time(monkeypatch, wrong_case):
+    asked = {}
+
+    def peaks(case, name, sizes, settings):
+        asked[name] = list(sizes)
+        return dict.fromkeys(sizes, 7)
+
+    def made(size, settings):
+        small_only = raising(NotMeasuredError("too long")) if size > 1 else doubling()
+        return problem(("small", small_only, {}), ("any", doubling(), {}))
+
+    monkeypatch.setattr(runner.memory, "peaks", peaks)
+    measured = dataclasses.replace(wrong_case, problem=made, memory=True)
+    found, _ = runner.run_case(measured, Settings(seconds=0.0), LIMITS)
+    assert asked == {"small": [1], "any": [1, 2]}
+    assert {(row.contender, row.size): row.peak_bytes for row in found}["small", 2] is None
+
+
 def test_why_a_peak_is_unknown_is_a_remark(monkeypatch, wrong_case):
     def peaks(case, name, sizes, settings):
         if name == "right":
@@ -298,6 +350,11 @@ def test_copying_counts_what_is_read_and_what_is_written(monkeypatch):
     monkeypatch.setattr(machine, "_seconds", lambda run, settings: 0.5)
     found = machine.limits(Settings(quick=True))
     assert found.copying == 2 * found.reading == 4 * (machine.BUFFER >> 4)
+
+
+def test_a_limit_is_that_of_the_fastest_run(monkeypatch):
+    monkeypatch.setattr(machine, "take_turns", lambda runs, **_: {name: [4.0, 0.5, 2.0] for name in runs})
+    assert machine.seconds_to_read(1000, Settings(quick=True)) == 0.5
 
 
 def test_the_machine_is_described(monkeypatch):

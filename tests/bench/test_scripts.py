@@ -97,6 +97,11 @@ def test_models_are_accelerated_and_run_once_before_they_are_timed(monkeypatch):
         def generate(self, ids, **options):
             events.append((self.kind, ids.shape[1], options["max_new_tokens"]))
 
+        def forward(self, ids, labels, use_cache):
+            assert self.training
+            events.append((self.kind, ids.shape[1], "training"))
+            return SimpleNamespace(loss=self.weight.sum())
+
     def accelerate(model):
         events.append("accelerate")
         model.kind = "after"
@@ -107,8 +112,9 @@ def test_models_are_accelerated_and_run_once_before_they_are_timed(monkeypatch):
 
     monkeypatch.setitem(times.__globals__, "hf", SimpleNamespace(accelerate=accelerate))
     monkeypatch.setitem(times.__globals__, "take_turns", take_turns)
-    times(Model(2, 2), 1)
-    turn = [(kind, *sizes) for sizes in ((1024, 1), (16, 64)) for kind in ("before", "after")]
+    times(Model(2, 2).eval(), ["prefill", "decode", "training"], 1)
+    jobs = (1024, 1), (16, 64), (1024, "training")
+    turn = [(kind, *job) for job in jobs for kind in ("before", "after")]
     assert events == ["accelerate", *turn, "clock", *turn]
 
 

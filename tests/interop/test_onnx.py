@@ -259,6 +259,14 @@ def test_numbers_that_differ_without_a_difference_do_not_agree(found, expected):
         check_agreement("y", torch.tensor(found), torch.tensor(expected))
 
 
+@pytest.mark.parametrize(("size", "allowed"), [(0.0, 1e-4), (1.0, 1e-4), (100.0, 1e-2)])
+def test_differences_are_relative_to_the_largest_number_or_to_one(size, allowed):
+    expected = torch.tensor([size, 0.0], dtype=torch.float64)
+    check_agreement("y", expected + 0.9 * allowed, expected)
+    with pytest.raises(DisagreementError, match="y differs from the model's by"):
+        check_agreement("y", expected + 1.1 * allowed, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "options", "error", "message"),
@@ -511,6 +519,14 @@ def test_a_graph_for_one_token_reads_a_prompt_token_by_token():
     logits, state = model.prefill(tokens(2, 3), model.init_state(2))
     assert logits.shape == (2, 3, VOCABULARY)
     assert state[0].tolist() == [3, 3]
+
+
+def test_a_row_of_padding_keeps_its_state():
+    model = OnnxModel(of_state([Leaf("position", torch.int64, (), None, 0)], length=1), OneByOne())
+    padding = torch.tensor([[False, True], [True, True]])
+    logits, state = model.prefill(tokens(2, 2), model.init_state(2), key_padding_mask=padding)
+    assert logits.shape == (2, 2, VOCABULARY)
+    assert state[0].tolist() == [1, 0]
 
 
 @pytest.mark.slow

@@ -64,6 +64,13 @@ def test_a_query_with_zero_denominator_gives_zero():
     assert torch.equal(o, torch.zeros(1, 2, 1, 2))
 
 
+def test_a_negative_denominator_divides_and_a_tiny_one_gives_zero():
+    q, k = torch.tensor([1.0, -1.0, 1e-33]).view(1, 3, 1, 1), torch.ones(1, 3, 1, 1)
+    state = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1)
+    o, *_ = forms.linear_attention((q, k, 5 * k, None, *state, True))
+    assert o.flatten().tolist() == [5, 5, 0]
+
+
 def test_a_gate_of_zero_forgets_all_tokens_before():
     q, k, v, kv, k_sum = (torch.rand(1, *size, 3).double() for size in [(4, 1)] * 3 + [(1, 3), (1,)])
     log_decay = torch.tensor([-1.0, -torch.inf, -1.0, -0.5]).double().view(1, 4, 1)

@@ -97,6 +97,54 @@ def test_pooling_reads_the_largest_of_each_square(pairwise, space):
         assert_same(module(same), block(pairwise=pairwise)(same))
 
 
+def largest(x: torch.Tensor, first: int) -> torch.Tensor:
+    """The largest of each span of two along every axis from `first` on, `[B, C, *space]` to `[B, K, C]`."""
+    for axis in range(first, x.dim()):
+        x = x.unfold(axis, 2, 2).amax(-1)
+    return x.flatten(2).mT
+
+
+@pytest.mark.parametrize("pairwise", PAIRWISE)
+@pytest.mark.parametrize("space", [(6,), (4, 5), (1, 4, 5), (3, 4, 5)], ids=str)
+def test_keys_and_values_are_the_largest_of_each_square(pairwise, space):
+    module, x = block(pairwise=pairwise, pool=2), normal(2, 6, *space)
+
+    def layer(made):
+        return made(x.movedim(1, -1)).movedim(-1, 1)
+
+    first = 3 if len(space) == 3 else 2  # the time of a video is not pooled
+    q, k = (x, x) if pairwise == "gaussian" else (layer(module.theta), layer(module.phi))
+    q, k, g = q.flatten(2).mT, largest(k, first), largest(layer(module.g), first)
+    if pairwise == "concatenation":
+        y = (module.w_theta(q) + module.w_phi(k).mT).relu() / k.shape[1] @ g
+    else:
+        f = q @ k.mT
+        y = (f / k.shape[1] if pairwise == "dot" else f.softmax(-1)) @ g
+    assert_same(module(x), x + module.w_z(y).mT.reshape(x.shape))
+
+
+@pytest.mark.parametrize("pairwise", ["dot", "concatenation"])
+def test_the_mean_over_many_places_does_not_overflow_half_precision(pairwise):
+    module = NonLocalBlock(2, 1, pairwise=pairwise)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(0.0 if parameter.dim() == 2 else 16.0)
+        if pairwise == "concatenation":
+            module.w_theta.weight.fill_(0.5)
+            module.w_phi.weight.fill_(0.5)
+        module.w_z.weight.fill_(0.25)
+    x = torch.zeros(1, 2, 20, 20)
+    f = 16.0 * 16.0 if pairwise == "dot" else 16.0
+    assert (400 * 16 * 16 if pairwise == "dot" else 400 * 16 * f) > torch.finfo(torch.float16).max
+    expected = torch.full_like(x, f * 16 / 4 + 16)
+    torch.testing.assert_close(module.half()(x.half()).float(), expected, rtol=1e-2, atol=0)
+
+
+def test_one_channel_is_wide_enough():
+    x = torch.randn(2, 1, 5)
+    assert NonLocalBlock(1)(x).shape == x.shape
+
+
 def test_half_precision_does_not_overflow_where_the_exponential_would():
     module = block(inner_channels=4).bfloat16()
     x = (30 * normal(1, 6, 4, 4)).detach().bfloat16()

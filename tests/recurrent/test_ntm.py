@@ -104,6 +104,33 @@ def test_sharpening_is_a_power_and_in_the_end_the_largest():
     torch.testing.assert_close(sharpen(w, torch.full_like(gamma, 1e4)), largest)
 
 
+def addressed(memory: torch.Tensor, before: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
+    """The weights of the read head after a step for which the controller gives it key, beta, gate, gamma."""
+    layer, stay = NTM(3, 4, memory_size=6, memory_width=4).double(), torch.tensor([0.0, 200.0, 0.0])
+    layer.head_proj.weight.data.zero_()
+    told = torch.cat([x.double().reshape(-1) for x in (*outputs, stay)])
+    layer.head_proj.bias.data[: len(told)] = told
+    state = layer.init_state(1)
+    weights = torch.stack([before, state.weights[0, 1]])[None]
+    _, state = layer.step(torch.zeros(1, 3).double(), state._replace(memory=memory[None], weights=weights))
+    return state.weights[0, 0]
+
+
+@pytest.mark.parametrize(("bias", "beta"), [(40.0, 40), (50.0, 50), (100.0, 50), (1e6, 50)])
+def test_the_strength_of_a_key_is_at_most_fifty(bias, beta):
+    memory, key = 3 + normal(6, 4), 3 + normal(4, seed=1)  # near each other: no weight is almost 0
+    found = addressed(memory, weights_of(6), key, *torch.tensor([bias, 200.0, -200.0]))
+    expected = (beta * F.cosine_similarity(key[None], memory)).softmax(-1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize(("bias", "gamma"), [(-200.0, 1), (15.0, 16), (19.0, 20), (100.0, 20), (1e6, 20)])
+def test_weights_are_sharpened_by_a_power_of_at_most_twenty(bias, gamma):
+    before = weights_of(6)
+    found = addressed(normal(6, 4), before, normal(4, seed=1), *torch.tensor([0.0, -200.0, bias]))
+    torch.testing.assert_close(found, before**gamma / (before**gamma).sum(), rtol=1e-5, atol=0)
+
+
 def test_hostile_weights_and_inputs_end_finite():
     torch.manual_seed(0)
     layer = NTM(2, 2, controller_size=4, memory_size=5, memory_width=3)
@@ -148,6 +175,12 @@ def test_a_trace_tells_where_the_heads_were():
     torch.testing.assert_close(torch.cat([trace.read[:, -1], trace.write[:, -1]], 1), state.weights)
     with pytest.raises(ValueError, match="x has length 0, but must have at least 1 step to trace"):
         layer.trace(x[:, :0])
+
+
+def test_the_sizes_that_it_has_by_default():
+    state = NTM(3, 4).init_state(2)
+    assert (state.memory.shape, state.weights.shape) == ((2, 128, 20), (2, 2, 128))
+    assert [x.shape for x in (state.reads, *state.controller)] == [(2, 1, 20), (2, 4), (2, 4)]
 
 
 def test_the_size_of_the_memory_is_in_no_parameter():

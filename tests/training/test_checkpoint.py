@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from unrolled import data, models
+from unrolled.files import read_header
 from unrolled.folders import STAGING, replacing_files
 from unrolled.training import TrainConfig, _sharded, _steps, checkpoint, read_metadata, train
 from unrolled.training.checkpoint import fingerprint
@@ -101,6 +102,37 @@ def test_a_setting_that_is_newer_than_the_checkpoint_had_its_default(tmp_path, m
         run(tmp_path, steps=4, schedule="constant")
     refused(tmp_path, "train.eps was 1e-08 and is now 1e-06", eps=1e-6)
     assert run(tmp_path, steps=6, schedule="constant").steps == 6
+
+
+def test_a_setting_that_is_no_longer_there_is_named(tmp_path, monkeypatch):
+    identity_of = _steps.identity_of
+
+    def with_more(*arguments):
+        found = identity_of(*arguments)
+        found["model"]["gone"] = 3
+        return found
+
+    with monkeypatch.context() as then:
+        then.setattr(_steps, "identity_of", with_more)
+        run(tmp_path, steps=4, schedule="constant")
+    refused(tmp_path, "cannot be resumed: model.gone was 3 and is now None")
+
+
+def test_refuses_a_checkpoint_without_a_digest(stopped):
+    path = stopped / "last.safetensors"
+    kept = {checkpoint.JSON_KEY: read_header(path).metadata[checkpoint.JSON_KEY]}
+    save_file(load_file(path), path, metadata=kept)
+    refused(stopped, "last.safetensors is a safetensors file, but not a training checkpoint")
+
+
+def test_the_speed_is_that_of_the_tokens_that_were_read():
+    recent = checkpoint.Recent()
+    for read in (9, 7):
+        recent.add(loss=1.0, tokens=2, seconds=2.0, read=read)
+    assert recent.speed == 16 / 4
+    recent = checkpoint.Recent()
+    recent.add(loss=1.0, tokens=6, seconds=2.0)  # its inputs are not tokens
+    assert recent.speed == 3.0
 
 
 def test_refuses_other_data(stopped):

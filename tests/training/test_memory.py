@@ -71,3 +71,14 @@ def test_a_peak_that_the_system_does_not_report_is_none(monkeypatch, tmp_path):
     assert memory.peak_bytes(torch.device("cpu")) is None
     (tmp_path / "status").write_text("Name:\tpython\nVmRSS:\t5 kB\n")
     assert memory.peak_bytes(torch.device("cpu")) is None
+    (tmp_path / "status").write_text("VmHWM:\t    2048 kB\nVmRSS:\t    1024 kB\n")
+    assert memory.peak_bytes(torch.device("cpu")) == 2**21
+    assert memory.process_bytes("VmRSS") == 2**20
+
+
+def test_what_is_changed_in_place_was_there_before():
+    x = torch.zeros(1000)
+    with memory.PeakBytes() as counted:
+        x.add_(1)
+        x.view(10, 100).mul_(2)
+    assert counted.peak == 0

@@ -21,7 +21,7 @@ from unrolled.ops.state import leaves
 from unrolled.training import TrainConfig, _kept_states, evaluate, train
 from unrolled.training._kept_states import KeptStates
 from unrolled.training.gradients import add_gradient
-from unrolled.training.segments import pieces
+from unrolled.training.segments import Segments, pieces
 
 from .standin import config, run
 
@@ -122,6 +122,30 @@ def chained(model, batch: Batch, length: int) -> dict[str, torch.Tensor]:
         total += loss * (targets != IGNORED).sum()
     (0.7 * total / (batch.targets != IGNORED).sum()).backward()
     return {name: x.grad.clone() for name, x in model.named_parameters()}
+
+
+def test_the_state_at_the_end_is_that_of_a_reading_and_has_no_graph():
+    model, batch = decoder(attention="linear"), rows(11)
+    found = Segments(model, batch, 4)
+    _, end = found.add_gradient(1.0, found.start())
+    with torch.no_grad():
+        _, expected = model.prefill(batch.inputs, model.init_state(2))
+    assert not any(x.requires_grad for x in leaves(end).values())
+    for x, y in zip(leaves(end).values(), leaves(expected).values(), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_a_target_at_padding_counts_neither_in_the_loss_nor_in_the_gradient():
+    batch = rows(11)
+    padding = torch.zeros(2, 11, dtype=torch.bool)
+    padding[0, :3] = padding[1, 6:] = True
+    model, found = decoder(attention="linear"), []
+    for targets in (batch.targets, batch.targets.masked_fill(padding, IGNORED)):
+        model.zero_grad()
+        segments = Segments(model, batch._replace(targets=targets, key_padding_mask=padding), 4)
+        loss, _ = segments.add_gradient(1.0, segments.start())
+        found.append([loss, segments.loss(segments.start()), *(x.grad.clone() for x in model.parameters())])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -8,10 +8,12 @@ import sys
 import pytest
 import torch
 from commands import error, works
+from corpora import story, write_corpus
 from hf_models import make
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from unrolled import data
 from unrolled.data import Vocabulary
 from unrolled.interop import hf
 from unrolled.models import Decoder, DecoderConfig, RecurrentLM, RecurrentLMConfig, load
@@ -46,6 +48,21 @@ def test_there_and_back(trained, tmp_path):
     works("convert", back, tmp_path / "again")
     settings = AutoModelForCausalLM.from_pretrained(tmp_path / "again").generation_config
     assert (settings.pad_token_id, settings.eos_token_id) == (len(CHARACTERS), 5)
+
+
+def test_the_symbol_after_a_document_ends_generation_and_pads(tmp_path):
+    folder = write_corpus(tmp_path / "corpus", [story(i) for i in range(30)])
+    vocabulary = data.load("tokens", path=str(folder), length=16).vocabulary
+    model = Decoder(DecoderConfig(len(vocabulary.text_tokenizer), d_model=16, n_layers=1, n_heads=2))
+    vocabulary.attach(model)
+    model.save(tmp_path / "run")
+    works("convert", tmp_path / "run", tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    settings = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
+    end = vocabulary.end
+    assert end is not None
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (end, end)
+    assert (settings.eos_token_id, settings.pad_token_id) == (end, end)
 
 
 def test_the_tokenizer_of_another_model_does_not_stay(trained, tmp_path):

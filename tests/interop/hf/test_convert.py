@@ -68,6 +68,16 @@ def test_a_conversion_is_a_copy():
     assert converted.generation_config.bos_token_id == 9
 
 
+def test_a_conversion_back_is_a_copy_too():
+    converted = hf.to_transformers(models()["decoder"])
+    back = hf.from_transformers(converted)
+    before = copy.deepcopy(converted.state_dict())
+    back.embedding.weight.data.zero_()
+    back.documents.clear()
+    assert all(torch.equal(x, before[name]) for name, x in converted.state_dict().items())
+    assert hf.from_transformers(converted).documents
+
+
 def test_settings_of_transformers_come_back(tmp_path):
     writer, kind = make(eos_token_id=3), hf.UnrolledForSequenceClassification
     writer.generation_config.repetition_penalty = 1.3

@@ -49,13 +49,16 @@ CASES = {
         | {"linear_num_key_heads": 1},
     ),
     "qwen3_next softmax only": ("Qwen3Next", QWEN3_NEXT | {"layer_types": [FULL] * 3, "head_dim": 4}),
-    "qwen3_5": ("Qwen3_5", QWEN3_5 | MIXED | {"rms_norm_eps": 0.1}),
+    "qwen3_5": ("Qwen3_5", QWEN3_5 | MIXED | {"rms_norm_eps": 0.1, "linear_conv_kernel_dim": 3}),
     "qwen3_5 tied": (
         "Qwen3_5",
         QWEN3_5 | {"layer_types": [FULL, FULL, LINEAR], "tie_word_embeddings": True, "attention_bias": True}
         | {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}},
     ),
-    "olmo_hybrid": ("OlmoHybrid", SIZES | MIXED | {"attention_bias": True}),
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        SIZES | MIXED | {"attention_bias": True, "rope_parameters": ROPE | {"rope_theta": None}},  # none
+    ),
     "olmo_hybrid rotary": (
         "OlmoHybrid",
         SIZES | {"layer_types": [FULL, LINEAR, FULL], "linear_allow_neg_eigval": False}

@@ -20,6 +20,7 @@ from unrolled.attention.retention import log_gamma, retention_reference
 from unrolled.contract import UnsupportedError
 from unrolled.interop import hf
 from unrolled.interop.hf import digest
+from unrolled.interop.hf.linearize import linearized_layers
 from unrolled.interop.hf.linearized_attention import LinearizedAttention, padding_of
 from unrolled.ops.state import leaves
 from unrolled.testing._kit import assert_identical, with_gradients
@@ -527,10 +528,36 @@ def test_replaced_layers_are_in_the_mode_of_the_model(mode):
     assert {module.training for module in linear.modules()} == {mode}
 
 
-def test_no_states_are_made_in_training():
+def test_no_states_are_made_in_training_or_where_none_are_wanted():
     linear, given = hf.linearize(make("llama")), inputs("llama")
     assert linear.train()(**given).cache is None
     assert isinstance(linear.eval()(**given).cache, hf.StateCache)
+    assert linear(**given, use_cache=False).cache is None
+    linear.config.use_cache = False
+    assert linear(**given).cache is None
+    assert isinstance(linear(**given, use_cache=True).cache, hf.StateCache)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"), [("gpt2", {"resid_pdrop": 1.0}), ("bert", {"hidden_dropout_prob": 1.0})]
+)
+def test_the_output_of_a_replaced_layer_keeps_its_dropout(name, rate):
+    family, head, fields = MODELS[name]
+    model = hf.linearize(initial(family, head, fields | rate), layers=[0])
+    [layer] = linearized_layers(model).values()
+    x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+    assert layer(x)[0].abs().max() > 0
+    dropped = torch.nn.functional.layer_norm(x, [32], eps=1e-12) if name == "bert" else torch.zeros_like(x)
+    torch.testing.assert_close(layer.train()(x)[0], dropped)
+
+
+def test_settings_of_generation_are_read_back(tmp_path):
+    linear = hf.linearize(make("llama"))
+    linear.generation_config.max_new_tokens = 7
+    linear.save_pretrained(tmp_path)
+    found = hf.load_linearized(tmp_path)
+    assert found.generation_config.max_new_tokens == 7
+    assert found.generate(torch.tensor([[5, 6]])).shape == (1, 2 + 7)
 
 
 @torch.no_grad()

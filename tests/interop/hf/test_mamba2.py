@@ -55,6 +55,15 @@ def test_logits_are_equal(settings):
 
 
 @torch.no_grad()
+def test_options_replace_those_of_the_original():
+    theirs, tokens = mamba2(), torch.randint(1, 19, (2, 9))
+    ours = import_weights(theirs, eps=0.5)
+    for layer in theirs.backbone.layers:
+        layer.mixer.norm.variance_epsilon = 0.5
+    assert_agree(ours(tokens), theirs(tokens).logits, tolerance=1e-5)
+
+
+@torch.no_grad()
 def test_what_is_generated_is_equal():
     theirs = mamba2()
     ours = import_weights(theirs)

@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -382,6 +383,26 @@ def test_the_command_passes_on_the_feature_map_and_the_learning_rates(monkeypatc
         assert made[-1].options == {"feature_map": feature_map}
     stage = made[-1].transfer
     assert (stage.lr, stage.min_lr, made[-1].finetune.lr) == (0.5, 0.05, 3e-4)
+
+
+def test_the_command_passes_on_all_other_options(monkeypatch, tmp_path):
+    made = []
+    monkeypatch.setattr(
+        "unrolled.interop.hf.recipe.run",
+        lambda *given, **options: made.append((given, options)) or {"before": 1.0},
+    )
+    words = ["--attention", "window", "--option", "window=5", "--layers", "0,2", "--lora", 3, "--seed", 7]
+    words += ["--transfer-steps", 0, "--finetune-steps", 2000, "--finetune-lr", 0.25, "--batch-size", 2]
+    words += ["--eval-batches", 9, "--length", 33, "--val-fraction", 0.25, "--fresh", "--force"]
+    works("linearize", "model", tmp_path / "out", "--data", "x.txt", "--data", "y.txt", *words)
+    [((model, out, texts, recipe), options)] = made
+    assert (model, out, texts) == ("model", tmp_path / "out", [Path("x.txt"), Path("y.txt")])
+    assert options == {"length": 33, "val_fraction": 0.25, "resume": False, "force": True}
+    assert (recipe.attention, recipe.options, recipe.layers) == ("window", {"window": 5}, [0, 2])
+    assert (recipe.transfer, recipe.lora) == (None, 3)
+    stage = recipe.finetune
+    assert (stage.steps, stage.lr, stage.min_lr, stage.batch_size) == (2000, 0.25, 0.025, 2)
+    assert (stage.seed, stage.eval_batches, stage.weight_decay) == (7, 9, 0.0)
 
 
 def test_what_is_added_to_a_weight_is_the_product_of_the_two_factors(teacher):

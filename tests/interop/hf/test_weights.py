@@ -235,6 +235,49 @@ def test_a_perceiver_of_images_is_equal():
     assert_agree(found, expected, tolerance=1e-10)
 
 
+@pytest.mark.parametrize("activation", ["gelu", "gelu_python", "gelu_new", "gelu_pytorch_tanh", "relu"])
+@torch.no_grad()
+def test_every_layer_has_the_activation_of_the_model(activation):
+    tokens, padding = batch()
+    for theirs in (
+        hugging_face("Bert", "ForMaskedLM", hidden_act=activation),
+        hugging_face("BigBird", "ForSequenceClassification", hidden_act=activation),
+        perceiver("SequenceClassification", hidden_act=activation),
+    ):
+        theirs.double()
+        expected = theirs(tokens, attention_mask=(~padding).double()).logits
+        found = import_weights(theirs)(tokens, key_padding_mask=padding)
+        assert_agree(valid(found, padding), valid(expected, padding), activation, tolerance=1e-10)
+
+
+@torch.no_grad()
+def test_other_numbers_of_segments_and_an_output_matrix_of_its_own():
+    tokens, padding = batch()
+    for family, settings in (
+        ("Roberta", {"type_vocab_size": 1}),  # as all models of its authors
+        ("Bert", {"tie_word_embeddings": False}),
+    ):
+        theirs = hugging_face(family, "ForMaskedLM", **settings)
+        found = import_weights(theirs)(tokens, key_padding_mask=padding)
+        assert_agree(found[~padding], theirs_of(theirs, tokens, padding)[~padding], family)
+
+
+@torch.no_grad()
+def test_options_replace_those_of_the_original():
+    tokens, padding = batch()
+    theirs = hugging_face("Longformer")
+    wider = hugging_face("Longformer", attention_window=[12, 12])  # the same weights
+    found = import_weights(theirs, window=12)(tokens, key_padding_mask=padding)
+    assert_agree(found[~padding], theirs_of(wider, tokens, padding)[~padding])
+    sizes = {"num_attention_heads": 1, "segment_means_seq_len": 24}
+    tokens, padding = batch(24, (24,))
+    theirs, finer = (hugging_face("Nystromformer", num_landmarks=n, **sizes) for n in (4, 6))
+    assert_agree(import_weights(theirs, n_landmarks=6)(tokens), theirs_of(finer, tokens, padding))
+    drawn = import_weights(hugging_face("BigBird"), seed=3, block_size=2, random_blocks=1).stack.blocks
+    assert {(x.attention.layout.block_size, x.attention.layout.random_blocks) for x in drawn} == {(2, 1)}
+    assert torch.equal(*(x.attention.pattern(64) for x in drawn))
+
+
 @torch.no_grad()
 def test_a_folder_is_read_and_ours_is_saved(tmp_path):
     theirs = hugging_face("Bert", "ForMaskedLM")
@@ -314,6 +357,7 @@ def with_adapter():
         (lambda: hugging_face("Bert", is_decoder=True), UnsupportedError, "BertModel is a decoder"),
         (lambda: hugging_face("Bert", hidden_act="silu"), UnsupportedError, "hidden_act is 'silu', but must be one of"),
         (lambda: perceiver("SequenceClassification", self_attention_widening_factor=2), UnsupportedError, r"hidden_act are \[1, 2\], True and"),
+        (lambda: perceiver("SequenceClassification", use_query_residual=False), UnsupportedError, r"hidden_act are \[1\], False and"),
         (lambda: nn.Linear(2, 2), ValueError, "source is a Linear, but must be a model of transformers"),
     ],
 )  # fmt: skip
