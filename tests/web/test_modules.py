@@ -224,3 +224,29 @@ def test_a_chart_may_have_many_points(javascript):
         200_000,
     )
     assert drawn == 200_000
+
+
+def test_the_labels_of_a_chart_are_above_its_lines(javascript):
+    names = javascript(
+        "pictures.js",
+        "(() => { const figure = document.createElementNS('http://www.w3.org/1999/xhtml', 'figure');"
+        "  figure.innerHTML = '<p class=\"key\"></p>';"
+        "  module.paintChart(figure, 'Memory', [{ className: 'a', name: 'a', points: [[0, x], [1, x]], value: x }], 1, String);"
+        "  return Array.from(figure.querySelector('svg').children, (child) => child.tagName); })()",
+        105,
+    )
+    assert names.index("text") > names.index("circle") > names.index("polyline")
+    assert names.count("text") == 4  # 50, 100, 0 and the tokens
+
+
+def test_the_keys_of_the_browser_are_left_to_it_on_the_pad(javascript):
+    taken = """(() => {
+      const canvas = document.createElementNS('http://www.w3.org/1999/xhtml', 'canvas');
+      new module.Pad(canvas, { changed: () => {}, say: () => {} });
+      return x.map((name) => {
+        const event = new KeyboardEvent('keydown', { key: 'ArrowLeft', [name]: true, cancelable: true });
+        canvas.dispatchEvent(event);
+        return event.defaultPrevented;
+      });
+    })()"""
+    assert javascript("pad.js", taken, ["altKey", "ctrlKey", "metaKey", "shiftKey"]) == [False] * 3 + [True]

@@ -509,3 +509,28 @@ def test_nothing_is_written_into_the_page_from_elsewhere():
     for path in (Path(unrolled.__file__).parent / "web").glob("*.js"):
         for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
             assert way not in path.read_text(encoding="utf-8"), path.name
+
+
+def test_a_hidden_page_goes_on_without_frames_and_timers(browser, address):
+    opened(browser, address, TEXT)
+    set_value(browser, "count", "200")
+    browser.execute_script(
+        "Object.defineProperty(document, 'hidden', { get: () => true });"
+        "window.requestAnimationFrame = window.setTimeout = () => 0"
+    )
+    run(browser)
+    assert browser.find_element("id", "status").text == "Done after 200 characters."
+
+
+def test_an_error_is_seen_from_where_the_button_is_on_a_phone(browser, address):
+    opened(browser, address, TEXT)
+    resize(browser, "phone")
+    browser.execute_script(
+        "const { Engine } = await import(new URL('engine.js', location));"
+        "Engine.prototype.call = () => { throw new Error('memory'); }"
+    )
+    browser.find_element("id", "run").click()
+    wait_for(browser, lambda _: browser.find_element("id", "failure").is_displayed())
+    place = "return document.getElementById('failure').getBoundingClientRect().toJSON()"
+    box = browser.execute_script(place)
+    assert 0 <= box["top"] < box["bottom"] <= WIDTHS["phone"][1]

@@ -218,6 +218,20 @@ def test_a_recording_may_be_stopped_before_it_begins(browser):
     assert status.text == "Stopped."
 
 
+def test_a_recording_may_be_stopped_while_its_module_is_fetched(browser):
+    browser.execute_script(
+        "const { addModule } = AudioWorklet.prototype; AudioWorklet.prototype.addModule = async function (url) {"
+        " await new Promise((resolve) => (window.go = resolve)); return addModule.call(this, url); }"
+    )
+    press(browser)
+    wait_for(browser, lambda _: browser.execute_script("return Boolean(window.go)"))
+    press(browser)
+    browser.execute_script("window.go()")
+    wait_for(browser, lambda _: state(browser) == "ready")
+    assert browser.find_element("id", "speech-status").text == "Stopped."
+    assert browser.find_element("id", "speech-fault").text == ""
+
+
 def test_another_group_ends_a_recording(browser):
     press(browser)
     listening(browser)

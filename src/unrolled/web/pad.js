@@ -122,6 +122,7 @@ export class Pad {
   }
 
   key(event) {
+    if (event.altKey || event.ctrlKey || event.metaKey) return; // a command of the browser
     const steps = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
     const from = { ...this.cursor };
     let drew = false;

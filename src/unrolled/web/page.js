@@ -345,7 +345,7 @@ async function run() {
         if (done) going = going.filter((each) => each.model !== model);
         else take(model, value);
       }
-      if (performance.now() - painted > (calm.matches ? 500 : 16)) {
+      if (performance.now() - painted > (calm.matches || document.hidden ? 500 : 16)) {
         paint(false);
         await frame();
         painted = performance.now();
@@ -379,9 +379,14 @@ function take(model, now) {
   model.last = now;
 }
 
-/** Wait for the next frame; a hidden page has no frames, and continues without waiting for one. */
+/** Wait for the next frame; a hidden page has no frames and slow timers, so it waits only for what else is due. */
 function frame() {
   return new Promise((resolve) => {
+    if (document.hidden) {
+      const { port1, port2 } = new MessageChannel();
+      port1.onmessage = () => (port1.close(), resolve());
+      return port2.postMessage(null);
+    }
     const timer = setTimeout(resolve, 100);
     requestAnimationFrame(() => {
       clearTimeout(timer);

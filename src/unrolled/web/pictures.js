@@ -100,15 +100,15 @@ export function paintChart(figure, title, lines, xMax, format) {
   const chart = element("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title} over the tokens read: ${said}.` });
   for (let value = 0; value <= yMax; value += step) {
     chart.append(element("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }));
-    if (value) chart.append(element("text", { x: left, y: y(value) - 4 }, format(value)));
   }
-  chart.append(element("text", { x: left, y: height - 8 }, "0"));
-  chart.append(element("text", { x: width - right, y: height - 8, "text-anchor": "end" }, `${xMax} tokens read`));
   for (const { className, points } of lines) {
     const path = points.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ");
     chart.append(element("polyline", { class: className, points: path }));
     if (points.length) chart.append(element("circle", { class: className, cx: x(points.at(-1)[0]), cy: y(points.at(-1)[1]), r: 4 }));
   }
+  for (let value = step; value <= yMax; value += step) chart.append(element("text", { x: left, y: y(value) - 4 }, format(value))); // above the lines
+  chart.append(element("text", { x: left, y: height - 8 }, "0"));
+  chart.append(element("text", { x: width - right, y: height - 8, "text-anchor": "end" }, `${xMax} tokens read`));
   figure.querySelector("svg")?.remove();
   figure.append(chart);
   figure.querySelector(".key").replaceChildren(...lines.map((line) => {

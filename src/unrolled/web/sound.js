@@ -33,6 +33,8 @@ export async function record(rate, stopped, started) {
   }
   const context = new AudioContext();
   const pieces = [];
+  let over = false;
+  stopped.then(() => (over = true));
   try {
     await context.audioWorklet.addModule("recorder.js").catch(() => {
       throw new Failure("recorder.js could not be fetched, so nothing can be recorded.");
@@ -41,6 +43,7 @@ export async function record(rate, stopped, started) {
     const recorder = new AudioWorkletNode(context, "recorder", options);
     recorder.port.onmessage = ({ data }) => pieces.push(data);
     await context.resume();
+    if (over) return undefined;
     started();
     context.createMediaStreamSource(stream).connect(recorder);
     await Promise.race([stopped, new Promise((resolve) => setTimeout(resolve, 1000 * LONGEST_RECORDING))]);

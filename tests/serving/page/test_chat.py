@@ -121,3 +121,11 @@ def test_text_and_chat_of_a_model_have_histories_of_their_own(person):
     assert not person["message"].is_displayed()
     person.opens("book")  # which has no template for conversations
     assert not person["views"].is_displayed()
+
+
+def test_a_message_outlives_a_reload(person):
+    person.opens("talker")
+    person.browser.find_element("css selector", "input[value=chat]").click()
+    person["message"].send_keys("my words")
+    person.opens()
+    assert person["message"].get_property("value") == "my words"

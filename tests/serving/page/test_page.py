@@ -163,3 +163,16 @@ def test_files_hold_no_markup_from_elsewhere_and_no_inline_code():
     for name, path in files.items():
         content = path.read_text(encoding="utf-8")
         assert [way for way in FORBIDDEN if way in content] == [], name
+
+
+def test_an_error_is_seen_from_where_the_button_is_on_a_phone(person, stub):
+    person.resize(360, 740)
+    person.opens()
+    person.sets("text", "One evening")
+    person.browser.execute_script("document.getElementById('history').scrollIntoView()")
+    stub.error_after = 0
+    person.browser.execute_script("document.getElementById('go').click()")
+    person.waits_for_text("failure", "The server is stopping.")
+    place = "return document.getElementById('failure').getBoundingClientRect().toJSON()"
+    box = person.browser.execute_script(place)
+    assert 0 <= box["top"] < box["bottom"] <= 740

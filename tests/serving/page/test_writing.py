@@ -500,3 +500,54 @@ def test_the_stored_tree_is_bounded(person):
     assert of_nothing == 0
     assert same
     assert (none, size) == (None, 21)  # what is not stored is still shown
+
+
+def test_line_ends_of_other_systems_are_no_change_of_the_text(person, stub, monkeypatch):
+    monkeypatch.setattr("serving.page.stub.WORDS", ["sea\r\n"])
+    person.opens()
+    text = person.writes("One")
+    person.sets("text", text[:-1])
+    person.presses("again")
+    assert not person["failure"].is_displayed()
+    assert len(person.rows()) == 2
+
+
+def test_what_is_typed_outlives_a_reload(person):
+    person.opens("book")
+    text = person.writes("One evening")
+    person["text"].send_keys(" my words")
+    person.opens()
+    assert person.text() == text + " my words"
+    person.presses("fresh")
+    person.opens()
+    assert person.text() == ""
+
+
+def test_a_long_word_does_not_make_the_text_wider_than_its_box(person):
+    person.resize(360, 740)
+    person.opens()
+    person.sets("text", "https://" + "x" * 100)
+    widths = "const box = document.getElementById('editor'); return [box.scrollWidth, box.clientWidth]"
+    across, room = person.browser.execute_script(widths)
+    assert across == room
+
+
+def test_characters_of_two_units_are_counted_and_cut_as_one(person):
+    person.opens()
+    said = "return JSON.stringify(document.querySelector(arguments[0]).textContent)"  # a half is escaped
+    person.sets("text", "😀")
+    person.sets("text", "x" * 59 + "😀😀")
+    person.presses()
+    assert person.browser.execute_script(said, ".words") == '"' + "x" * 59 + '😀…"'
+    person.sets("text", person.text() + "😀")
+    assert "It reads 1 character first." in person.browser.execute_script(said, "#hint")
+
+
+def test_text_from_right_to_left_begins_at_the_right(person):
+    person.opens()
+    person.sets("text", "שלום\nOne")
+    first = "const { firstChild } = document.getElementById('backing'); const range = document.createRange();"
+    ends = "range.setStart(firstChild.firstChild, arguments[0]); range.setEnd(firstChild.firstChild, arguments[1]);"
+    place = f"{first} {ends} return range.getBoundingClientRect().left"
+    hebrew, latin = (person.browser.execute_script(place, *ends) for ends in ((0, 4), (5, 8)))
+    assert hebrew > latin + 200

@@ -1,4 +1,4 @@
-// Stores trees between visits in localStorage, up to a size.
+// Stores trees between visits in localStorage, up to a size, and text that was typed but not sent in sessionStorage.
 
 import { Tree } from "./tree.js";
 
@@ -29,4 +29,26 @@ export function keep(place, tree) {
   unkept.delete(place);
   tree.pieces = pieces;
   return dropped ? "The history was too long to store, so its oldest ends outside the current path were removed." : "";
+}
+
+const DRAFT = "unrolled:draft";
+
+/** Store what is typed after the piece that is shown, `[spot, text]`, until this tab opens the page again. */
+export function keepDraft(draft) {
+  try {
+    sessionStorage.setItem(DRAFT, JSON.stringify(draft));
+  } catch {
+    // the browser stores nothing, or has no room
+  }
+}
+
+/** Take what `keepDraft` stored, as `[[spot, text]]`; an empty array if there is nothing. */
+export function takeDraft() {
+  try {
+    const draft = JSON.parse(sessionStorage.getItem(DRAFT));
+    sessionStorage.removeItem(DRAFT);
+    return draft ? [draft] : [];
+  } catch {
+    return [];
+  }
 }

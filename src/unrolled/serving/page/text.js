@@ -6,7 +6,10 @@ import { shown, textOf } from "./tree.js";
 import { firstWords, number } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
-const characters = (text) => `${number(text.length)} character${text.length === 1 ? "" : "s"}`;
+const characters = (text) => {
+  const count = Array.from(text).length;
+  return `${number(count)} character${count === 1 ? "" : "s"}`;
+};
 
 export class TextView {
   name = "text";

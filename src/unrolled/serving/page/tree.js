@@ -49,6 +49,11 @@ export class Tree {
     return this.path(id).map(textOf).join("");
   }
 
+  /** The text of the current path, as a text area has it. */
+  get shown() {
+    return shown(this.path().map(textOf)).join("");
+  }
+
   /** The last piece of the current path that `text`, from a text area, still contains to its end, and the text after it. */
   split(text) {
     const path = this.path();

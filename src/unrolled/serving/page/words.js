@@ -15,7 +15,8 @@ export const seconds = (ms) => (ms < 995 ? `${Math.round(ms)} ms` : `${(ms / 1e3
 
 /** The first words of a text, on one line. */
 export function firstWords(text, most = 60) {
-  const line = text.slice(0, 4 * most).replace(/\s+/g, " ").trim();
-  if (!line) return text ? "(white space)" : "(nothing)";
-  return line.length > most ? `${line.slice(0, most)}…` : line;
+  const whole = Array.from(text.slice(0, 8 * most)).slice(0, 4 * most); // no character is cut in two
+  const line = Array.from(whole.join("").replace(/\s+/g, " ").trim());
+  if (!line.length) return text ? "(white space)" : "(nothing)";
+  return line.length > most ? `${line.slice(0, most).join("")}…` : line.join("");
 }

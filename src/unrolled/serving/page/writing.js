@@ -5,7 +5,7 @@ import { showNothing, showSize } from "./figures.js";
 import { Outline } from "./outline.js";
 import { Run } from "./run.js";
 import { settings } from "./settings.js";
-import { keep, load } from "./shelf.js";
+import { keep, keepDraft, load, takeDraft } from "./shelf.js";
 import { download, upload } from "./states.js";
 import { Tree } from "./tree.js";
 import { tokens } from "./words.js";
@@ -16,7 +16,7 @@ const ENDS = { stop: "The model ended the text.", length: "", stopped: "Stopped.
 export class Writing {
   /** `fail(error, again)` shows an error; `again` repeats the action that failed. */
   constructor({ fail, clear }) {
-    Object.assign(this, { fail, clear, stop: null, rescue: null, shown: null, drafts: new Map() });
+    Object.assign(this, { fail, clear, stop: null, rescue: null, shown: null, drafts: new Map(takeDraft()) });
     this.outline = new Outline($("tree"), (id) => this.choose(id));
     const buttons = { go: () => this.go(), again: () => this.again(), back: () => this.back(), fresh: () => this.choose(null), remove: () => this.remove(), download: () => this.download(), reread: () => this.reread(), open: () => $("file").click() };
     for (const [id, act] of Object.entries(buttons)) {
@@ -35,9 +35,9 @@ export class Writing {
     addEventListener("pagehide", (event) => this.leave(event.persisted));
   }
 
-  /** Store the result so far if the page is left during a run, which goes on if the browser keeps the page. */
+  /** Store what is typed if the page is left, and the result so far of a run, which goes on if the browser keeps the page. */
   leave(persisted) {
-    if (!this.rescue) return;
+    if (!this.rescue) return this.shown && keepDraft([this.shown, this.view.field.value]);
     const tree = persisted ? Tree.of(this.tree.save(Infinity).json) : this.tree;
     if (this.rescue(tree)) keep(this.place, tree);
     if (!persisted) this.rescue = null;
@@ -74,7 +74,9 @@ export class Writing {
     $("fresh").textContent = view.words.fresh;
     showNothing();
     this.tree = load(this.place);
-    this.show(this.drafts.get(this.spot));
+    const draft = this.drafts.get(this.spot);
+    this.show(draft);
+    this.view.field.value ||= draft ?? ""; // a conversation does not change its field when it is shown
     this.view.rest();
   }
 
@@ -201,7 +203,7 @@ export class Writing {
     const { now, pieces } = this.tree;
     const { base, typed } = this.view.draft();
     const changed = base !== now;
-    if (changed && !this.tree.text().startsWith(this.view.field.value)) throw new Refusal("The text is changed further up. Continue from it, or choose this piece in the history to write it again.");
+    if (changed && !this.tree.shown.startsWith(this.view.field.value)) throw new Refusal("The text is changed further up. Continue from it, or choose this piece in the history to write it again.");
     return this.run(pieces.get(now.parent) ?? null, now.typed, changed ? "" : typed);
   }
 
