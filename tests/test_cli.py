@@ -170,6 +170,8 @@ def test_list_draws_the_pattern_of_a_mechanism(tmp_path: Path) -> None:
     assert "n_heads is given, but drawings are of 4 heads" in fixed
     dense = error("list", "--draw", "softmax", "--out", file, "--force")
     assert "no sparse pattern that is known in advance; bigbird, longformer" in dense
+    large = error("list", "--draw", "window", "--length", 2**63, "--out", file, "--force")
+    assert "length is 9223372036854775808, but must be below 2^63" in large
 
 
 def test_memory_that_torch_cannot_allocate_is_said_in_plain_words() -> None:

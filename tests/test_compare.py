@@ -46,6 +46,35 @@ def test_times_are_medians_of_all_turns(monkeypatch):
     assert (row.forward, row.training) == (2.0, 4.0)
 
 
+def test_a_training_pass_computes_the_gradients_of_the_input_and_of_all_weights(monkeypatch):
+    passes = []
+    monkeypatch.setattr(
+        comparison, "take_turns", lambda runs, **_: passes.append(runs) or {name: [1.0] for name in runs}
+    )
+    compare(["linear"], [5], Settings(**SMALL))
+    _, training = passes
+    layer = LinearAttention(16, 2)
+    assert [x.shape for x in training["linear"]()] == [(1, 5, 16), *(x.shape for x in layer.parameters())]
+
+
+def test_both_passes_have_all_seconds_of_the_settings(monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        comparison,
+        "take_turns",
+        lambda runs, **options: given.append(options["budget"]) or {name: [1.0] for name in runs},
+    )
+    compare(["linear"], [5], Settings(**SMALL | {"seconds": 7.0}))
+    assert given == [7.0, 7.0]
+
+
+def test_the_biases_of_aft_are_in_a_window_unless_options_say_otherwise():
+    def peak(**options):
+        return compare(["aft"], [60], Settings(**SMALL, options={"aft": options}))[1].memory
+
+    assert peak() == peak(position_bias="local") != peak(position_bias="full")
+
+
 def test_a_batch_of_sequences_is_measured():
     one, four = (compare(["softmax"], [32], Settings(**SMALL, batch=batch))[0].memory for batch in (1, 4))
     assert 3 * one < four <= 4 * one
@@ -128,6 +157,8 @@ def test_the_command_writes_a_report(tmp_path):
         (["linear", "--set", "performer.seed=1"], "options are given for performer"),
         (["linear", "--lengths", "0"], "--lengths is '0', but must be positive integers"),
         (["linear", "--n-heads", "7"], "must be a multiple of n_heads = 7"),
+        (["linear", "--lengths", f"8,{2**63}"], "but must be below 2^63"),
+        (["linear", "--threads", "99999999"], "threads is 99999999, but must be at most 1024"),
     ],
 )
 def test_wrong_input_is_named(arguments, message, tmp_path):

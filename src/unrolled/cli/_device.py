@@ -20,7 +20,7 @@ def choose(name: str | None) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].partition(". ")[0]  # torch goes on with all backends it has
         raise ValueError(f"--device {name} cannot be used here: {reason}") from error
 
 

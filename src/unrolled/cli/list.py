@@ -67,7 +67,10 @@ def mechanisms(
             raise ValueError("--markdown and --cells are for the list, but --draw draws a pattern")
         from unrolled.cli import run_config
         from unrolled.files import write_file
+        from unrolled.ops.options import check_integers
 
+        if length is not None:
+            check_integers(1, length=length)
         path = Path(f"{draw}.png") if out is None else out
         check_picture(path, "list", force)
         for tokens in (64, 256, 1024) if length is None else (length,):  # the first that is not dense

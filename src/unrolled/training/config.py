@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from unrolled.fields import Checked, Count, Fraction, Positive, Size
+from unrolled.threads import MAX_THREADS
 
 Optimizer = Literal["adamw", "radam", "muon"]
 Decay = Literal["cosine", "plateau", "constant", "inverse_sqrt"]
-MAX_THREADS = 1024  # the system cannot start more, and fails only after the work has begun
 
 
 @dataclass(frozen=True)
