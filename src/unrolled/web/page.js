@@ -42,7 +42,7 @@ function clear() {
   if (!group?.incomplete) $("failure").hidden = true;
 }
 
-const size = (bytes) => (bytes < 1e3 ? `${bytes} B` : bytes < 1e6 ? `${(bytes / 1e3).toPrecision(3)} kB` : `${(bytes / 1e6).toPrecision(3)} MB`);
+const size = (bytes) => (bytes < 1e3 ? `${bytes} B` : bytes < 1e6 ? `${Number((bytes / 1e3).toPrecision(3))} kB` : `${Number((bytes / 1e6).toPrecision(3))} MB`);
 const milliseconds = (ms) => `${ms < 10 ? ms.toFixed(2) : ms.toFixed(0)} ms`;
 
 // --- loading ---------------------------------------------------------------------------------------------------------

@@ -63,6 +63,12 @@ def test_a_message_that_was_not_answered_stays_in_the_field(person, stub):
     assert len(turns(person)) == 2
 
 
+def test_an_answer_that_reaches_the_limit_is_said_to_be_cut_off(person):
+    chatting(person)
+    says(person, "Where to?")
+    assert person["status"].text.startswith("The answer was cut off at the limit of new tokens. ")
+
+
 def test_a_draft_outlives_an_answer_that_is_written_again(person, stub):
     chatting(person)
     says(person, "Where to?")

@@ -1,5 +1,6 @@
 """The upper rows of an image are drawn, and completions come in row by row."""
 
+import pytest
 from browser import wait_for
 from selenium.webdriver import ActionChains, Keys
 from selenium.webdriver.support.ui import Select
@@ -41,6 +42,16 @@ def test_a_double_click_begins_a_run_and_does_not_stop_it(person, stub):
     person.opens("digits")
     ActionChains(person.browser).double_click(person["draw"]).perform()
     person.waits_for_text("draw-status", "8 of 8 images are complete")
+
+
+@pytest.mark.parametrize("count", ["100", ""])
+def test_a_number_of_images_that_cannot_be_drawn_is_refused(person, stub, count):
+    person.opens("digits")
+    person.sets("count", count)
+    person["draw"].click()
+    wait_for(person.browser, lambda _: person["failure"].is_displayed())
+    assert "Completions: " in person["failure"].text
+    assert stub.bodies(IMAGES) == []
 
 
 def test_an_image_is_drawn_by_keyboard_alone_and_drawn_on(person, stub):

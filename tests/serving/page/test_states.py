@@ -3,6 +3,7 @@
 import hashlib
 
 from browser import wait_for
+from selenium.webdriver import ActionChains
 from serving.page.stub import MODELS, Handler, state_file, tokens
 
 
@@ -63,6 +64,18 @@ def test_a_state_is_downloaded_and_opened_elsewhere(person, stub):
     assert not person["lost"].is_displayed()
     body = stub.bodies("/v1/completions")[-1]
     assert (body["state"], body["prompt"]) == (key, written)
+
+
+def test_a_double_click_downloads_a_state_once(person):
+    person.opens()
+    text = person.writes("One evening")
+    ActionChains(person.browser).double_click(person["download"]).perform()
+    path = person.browser.downloads / f"book-{len(tokens(text))}-tokens.safetensors"
+    wait_for(person.browser, lambda _: path.exists())
+    fetched = (
+        "return performance.getEntriesByType('resource').filter((x) => x.name.includes('/v1/states/')).length"
+    )
+    assert person.browser.execute_script(fetched) == 1
 
 
 def test_files_that_are_no_state_of_the_model_are_refused(person, stub, tmp_path):

@@ -16,7 +16,7 @@ export class ChatView {
   panel = $("chat-view");
   field = $("message");
   path = "v1/chat/completions";
-  words = { title: "Conversation", go: "Send", again: "Answer again", fresh: "New conversation" };
+  words = { title: "Conversation", go: "Send", again: "Answer again", fresh: "New conversation", cut: "The answer was cut off at the limit of new tokens." };
 
   show(tree) {
     this.tree = tree;

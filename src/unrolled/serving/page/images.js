@@ -4,7 +4,7 @@ import { stream } from "./api.js";
 import { Clock, showNothing, showSize } from "./figures.js";
 import { EXAMPLES, Pad } from "./pad.js";
 import { colour, paintImage } from "./pictures.js";
-import { settings } from "./settings.js";
+import { check, settings } from "./settings.js";
 import { number } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
@@ -79,7 +79,8 @@ export class Images {
   async run() {
     const { model, pad } = this;
     const given = pad.ids(model.levels);
-    const n = Math.min(16, Math.max(1, Math.round(Number($("count").value)) || 8));
+    check($("count"));
+    const n = Number($("count").value);
     const body = { model: model.id, pixels: given, n, ...settings("image") };
     if ($("made").contains(document.activeElement)) $("draw").focus(); // the button that has the focus disappears
     this.made = Array.from({ length: n }, (_, i) => this.figure(i, given));

@@ -30,17 +30,21 @@ export function setUpSettings() {
   });
 }
 
+/** Throw Refusal if the value of a field is out of range. */
+export function check(field) {
+  if (field.checkValidity()) return;
+  field.focus();
+  throw new Refusal(`${field.labels[0].firstChild.textContent.trim()}: ${field.validationMessage}`);
+}
+
 /** The fields for a request of the kind "text" or "image". Throws Refusal if a value is out of range. */
 export function settings(kind) {
   const found = {};
   for (const [name, use] of Object.entries(FIELDS)) {
     const field = $(name);
     if (use !== "both" && use !== kind) continue;
-    if (!field.checkValidity()) {
-      $("settings").open = true;
-      field.focus();
-      throw new Refusal(`${field.labels[0].firstChild.textContent.trim()}: ${field.validationMessage}`);
-    }
+    if (!field.checkValidity()) $("settings").open = true;
+    check(field);
     if (field.value !== "") found[name] = Number(field.value);
   }
   return found;

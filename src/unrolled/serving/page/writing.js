@@ -21,7 +21,7 @@ export class Writing {
     const buttons = { go: () => this.go(), again: () => this.again(), back: () => this.back(), fresh: () => this.choose(null), remove: () => this.remove(), download: () => this.download(), reread: () => this.reread(), open: () => $("file").click() };
     for (const [id, act] of Object.entries(buttons)) {
       $(id).addEventListener("click", ({ detail }) => {
-        const second = this.stop && detail > 1; // of a double click, whose first click began the run
+        const second = detail > 1 && (this.stop || id === "download"); // of a double click, whose first click began the work
         if ($(id).getAttribute("aria-disabled") !== "true" && !second) this.guard(act);
       });
     }
@@ -251,7 +251,7 @@ export class Writing {
     if (draft !== null) this.view.restore(this.tree.now, draft);
     else if (!kept) this.view.restore(base, typed);
     this.view.rest();
-    const end = ENDS[finish] ?? "";
+    const end = (finish === "length" && this.view.words.cut) || (ENDS[finish] ?? "");
     const unkept = kept && !state ? " No state was kept: the next piece reads this one again." : "";
     this.say(failure ? (kept ? ENDS.broken : "") : `${end} ${tokens(count)} written.${unkept}`.trim());
     if (!failure) return;
