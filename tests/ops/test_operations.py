@@ -14,6 +14,7 @@ from unrolled.ops.dplr import dplr, dplr_step
 from unrolled.ops.gla import diagonal_linear_attention, diagonal_linear_attention_step
 from unrolled.ops.linear import LinearState, linear_attention_step
 from unrolled.ops.packing import unpack
+from unrolled.ops.selective_scan import selective_scan, selective_scan_step
 from unrolled.ops.window import operator
 
 
@@ -76,6 +77,8 @@ def on_devices(T: int) -> list[tuple[str, Callable[..., object], dict[str, Tenso
     linear_state = {"state": LinearState(kv, k_sum)}
     qkv = {"q": x, "k": x, "v": x}
     step = {name: y[:, 0] for name, y in qkv.items()}
+    tokens = {"x": row, "dt": row, "b": row, "c": row}
+    scan = {**tokens, "a": -x[0, 0, :, :2], "state": kv[:, :, :2, 0]}
     return [
         ("linear", partial(linear_attention, causal=True, return_state=True), qkv | linear_state),
         ("linear step", linear_attention_step, step | linear_state),
@@ -85,6 +88,8 @@ def on_devices(T: int) -> list[tuple[str, Callable[..., object], dict[str, Tenso
         ("delta step", delta_rule_step, step | {"beta": row[:, 0], "state": kv}),
         ("dplr", dplr, qkv | {"a": x, "b": x, "log_decay": -x, "state": kv}),
         ("dplr step", dplr_step, step | {"a": x[:, 0], "b": x[:, 0], "log_decay": -x[:, 0], "state": kv}),
+        ("selective scan", selective_scan, scan),
+        ("selective scan step", selective_scan_step, {**scan, **{name: scan[name][:, 0] for name in tokens}}),
     ]
 
 

@@ -185,6 +185,22 @@ def test_it_is_a_sound_torch_operator():
     torch.library.opcheck(torch.ops.unrolled.selective_scan_kernels.default, (*given, None))
 
 
+class Scan(torch.nn.Module):
+    def forward(self, *given):
+        return selective_scan(*given)
+
+
+@pytest.mark.slow
+def test_it_is_one_operator_of_an_exported_graph_of_any_length():
+    length = torch.export.Dim("length", max=1000)
+    shapes = ({1: length}, {1: length}, None, {1: length}, {1: length})
+    program = torch.export.export(Scan(), tuple(inputs(2, 8, 5, 4)[:5]), dynamic_shapes=(shapes,))
+    assert sum("selective_scan" in str(node.target) for node in program.graph.nodes) == 1
+    for T in (2, 70, 200):
+        given = inputs(2, T, 5, 4)[:5]
+        torch.testing.assert_close(program.module()(*given), selective_scan(*given))
+
+
 def test_second_derivatives_are_those_of_the_plain_form():
     given = [x.requires_grad_() for x in inputs(2, 9, 5, 4, dtype=torch.float32)]
 

@@ -6,7 +6,7 @@ The state h has C channels and N numbers for each. A token's x and its step size
 channel, b writes to the states and c reads from them, and a holds the rates of decay.
 
 Gu and Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (arXiv 2312.00752),
-eq. 2 and algorithm 2. As in their code, b is multiplied by dt; eq. 4 would divide the product by a.
+eq. 2 and algorithm 2. As in their code, dt multiplies b; eq. 4 has (exp(dt a) - 1) / a in place of dt.
 
 Time O(T C N), state O(C N). Memory: O(T (C + N)) in the kernel, with O(T N C / 64) for gradients, and
 O(T C N) in plain PyTorch.
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from unrolled.ops.checks import (
     check_cu_seqlens,
-    check_device,
     check_key_padding_mask,
     check_state_tensor,
     check_tensor,
@@ -139,7 +138,8 @@ def _checked(
         check_tensor(name, each)
         if list(each.shape) != sizes or not each.is_floating_point():
             raise wrong(name, each, f"floating point {sizes}")
-        check_device(name, each, x, "x is")
+        if each.device != x.device:
+            raise ValueError(f"{name} is on {each.device}, but x is on {x.device}: move one of them")
     if may_read(dt) and bool((dt < 0).any()):
         raise wrong("dt", f"as low as {dt.min().item():g}", "at least 0")
     if may_read(a) and bool((a > 0).any()):
