@@ -25,30 +25,8 @@ namespace {
 constexpr Int TOKENS = 32;                  // tokens of a chunk
 constexpr Int CHANNELS = 128;               // channels of a block
 constexpr Int STATES = WIDTH > 8 ? 16 : 8;  // states that are in registers at a time
-constexpr int SIDE_BY_SIDE = 4;
-constexpr Int SUMS = 16;  // sums of the gradients of a
-
-// e^x of several vectors, step by step for all of them. The processor then finds operations that do not wait
-// for each other close together: its window of waiting operations is short.
-__attribute__((always_inline)) inline void exp_of_negative(Vec (&x)[SIDE_BY_SIDE]) {
-    Vec shifted[SIDE_BY_SIDE], r[SIDE_BY_SIDE], y[SIDE_BY_SIDE];
-    const auto each = [](auto&& step) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-        for (int j = 0; j < SIDE_BY_SIDE; ++j) step(j);
-    };
-    each([&](int j) { shifted[j] = x[j] * broadcast(1.44269504f) + broadcast(12582912.0f); });
-    each([&](int j) { y[j] = shifted[j] - broadcast(12582912.0f); });
-    each([&](int j) { r[j] = x[j] - y[j] * broadcast(0.693145752f); });
-    each([&](int j) { r[j] = r[j] - y[j] * broadcast(1.42860677e-6f); });
-    each([&](int j) { y[j] = broadcast(1.0f / 720) * r[j] + broadcast(1.0f / 120); });
-    each([&](int j) { y[j] = y[j] * r[j] + broadcast(1.0f / 24); });
-    each([&](int j) { y[j] = y[j] * r[j] + broadcast(1.0f / 6); });
-    each([&](int j) { y[j] = y[j] * r[j] + broadcast(0.5f); });
-    each([&](int j) { y[j] = y[j] * r[j] + broadcast(1); });
-    each([&](int j) { y[j] = y[j] * r[j] + broadcast(1); });
-    each([&](int j) { y[j] *= (Vec)(((BitVec)shifted[j] << 23) + (127u << 23)); });
-    each([&](int j) { x[j] = select(x[j] < broadcast(LOWEST_NORMAL_EXPONENT), Vec{}, y[j]); });
-}
+constexpr Int SIDE_BY_SIDE = 4;             // states whose decays are computed together
+constexpr Int SUMS = 16;                    // sums of the gradients of a
 
 // A sequence, whose first token is token `first` of the batch's row.
 struct Place {

@@ -116,18 +116,32 @@ inline Vec exp(Vec x, float lowest = LOWEST_NORMAL_EXPONENT) {
     return select(tiny, Vec{}, y);
 }
 
-// e^x to about two units in the last place for x <= 88, in half the time of `exp`.
-__attribute__((always_inline)) inline Vec exp_of_negative(Vec x) {
-    const Vec shifted = x * broadcast(1.44269504f) + broadcast(12582912.0f);
-    const Vec n = shifted - broadcast(12582912.0f);
-    Vec r = x - n * broadcast(0.693145752f);
-    r = r - n * broadcast(1.42860677e-6f);
-    Vec y = broadcast(1.0f / 720);
+// e^x of N vectors, to about two units in the last place for x <= 88, in half the time of `exp`. Each step is
+// done for all vectors, so that operations that do not wait for each other are close together: a processor
+// looks for them among the next few dozen only.
+template <int N>
+__attribute__((always_inline)) inline void exp_of_negative(Vec (&x)[N]) {
+    Vec shifted[N], r[N], y[N];
+    const auto each = [](auto&& step) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+        for (int j = 0; j < N; ++j) step(j);
+    };
+    each([&](int j) { shifted[j] = x[j] * broadcast(1.44269504f) + broadcast(12582912.0f); });
+    each([&](int j) { y[j] = shifted[j] - broadcast(12582912.0f); });
+    each([&](int j) { r[j] = x[j] - y[j] * broadcast(0.693145752f); });
+    each([&](int j) { r[j] = r[j] - y[j] * broadcast(1.42860677e-6f); });
+    each([&](int j) { y[j] = broadcast(1.0f / 720); });
     constexpr float taylor[] = {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1, 1};
-    for (float c : taylor) y = y * r + broadcast(c);
-    // The lowest bits of `shifted` are those of n.
-    y *= (Vec)(((BitVec)shifted << 23) + (127u << 23));
-    return select(x < broadcast(LOWEST_NORMAL_EXPONENT), Vec{}, y);
+    for (float c : taylor) each([&](int j) { y[j] = y[j] * r[j] + broadcast(c); });
+    // The lowest bits of `shifted` are those of the integer that was subtracted.
+    each([&](int j) { y[j] *= (Vec)(((BitVec)shifted[j] << 23) + (127u << 23)); });
+    each([&](int j) { x[j] = select(x[j] < broadcast(LOWEST_NORMAL_EXPONENT), Vec{}, y[j]); });
+}
+
+__attribute__((always_inline)) inline Vec exp_of_negative(Vec x) {
+    Vec one[] = {x};
+    exp_of_negative(one);
+    return one[0];
 }
 
 // 16-bit lanes to floats, and back with rounding to nearest even.
