@@ -169,6 +169,8 @@ def test_what_stands_at_padding_reaches_nothing():
     x, dt, a, b, c, _ = inputs(1, 8, 3, 4, dtype=torch.float32)
     mask = torch.tensor([[True, False, False, True, False, True, False, True]])
     spoiled = [z.masked_fill(mask.unsqueeze(-1), torch.nan).requires_grad_() for z in (x, dt, b, c)]
+    with torch.no_grad():
+        spoiled[1][:, 0] = -1.0
     y, after = selective_scan(*spoiled[:2], a, *spoiled[2:], key_padding_mask=mask)
     alone, alone_after = selective_scan(*(z[:, ~mask[0]] for z in (x, dt)), a, b[:, ~mask[0]], c[:, ~mask[0]])
     torch.testing.assert_close(y[:, ~mask[0]], alone)
@@ -233,6 +235,8 @@ WRONG = {
     r"state is torch.float32 of shape \[2, 5, 4\], but must be torch.float64": {
         "state": torch.zeros(2, 5, 4)
     },
+    "dt is a float, but must be a tensor": {"dt": 0.5, "key_padding_mask": torch.zeros(2, 9).bool()},
+    r"key_padding_mask has shape \[2, 8\]": {"key_padding_mask": torch.zeros(2, 8).bool()},
     "key_padding_mask was given with cu_seqlens": {
         "key_padding_mask": torch.zeros(2, 9).bool(),
         "cu_seqlens": torch.tensor([0, 9], dtype=torch.int32),

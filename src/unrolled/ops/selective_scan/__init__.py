@@ -77,15 +77,10 @@ def selective_scan(
     Raises:
         ValueError: an argument of the wrong shape or type, step sizes below 0, or rates above 0.
     """
+    inputs = _checked(x, dt, a, b, c, state, cu_seqlens, key_padding_mask)
     if key_padding_mask is not None:
-        if cu_seqlens is not None:
-            raise ValueError(
-                "key_padding_mask was given with cu_seqlens, but packed sequences have no padding"
-            )
-        check_tensor("x", x)
-        check_key_padding_mask(key_padding_mask, *x.shape[:2])
         x, dt, b, c = (without_padding(each, key_padding_mask) for each in (x, dt, b, c))
-    inputs = _checked(x, dt, a, b, c, state, cu_seqlens)
+        inputs = inputs._replace(x=x, dt=dt, b=b, c=c)
     y, after = operator.selective_scan(inputs, cu_seqlens)
     return y.to(x.dtype), after
 
@@ -112,7 +107,7 @@ def selective_scan_step(
     for name, each in (("x", x), ("dt", dt), ("b", b), ("c", c)):
         check_tensor(name, each)
     x, dt, b, c = (each.unsqueeze(1) for each in (x, dt, b, c))
-    y, after = operator.selective_scan(_checked(x, dt, a, b, c, state, None), None)
+    y, after = operator.selective_scan(_checked(x, dt, a, b, c, state), None)
     return y.squeeze(1).to(x.dtype), after
 
 
@@ -121,7 +116,14 @@ def _state_dtype(*inputs: Tensor) -> torch.dtype:
 
 
 def _checked(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    padding: Tensor | None = None,
 ) -> Inputs:
     """Check every argument; the state is zeros by default."""
     for name, each, axes in (("x", x, "[B, T, C]"), ("a", a, "[C, N]")):
@@ -140,8 +142,16 @@ def _checked(
             raise wrong(name, each, f"floating point {sizes}")
         if each.device != x.device:
             raise ValueError(f"{name} is on {each.device}, but x is on {x.device}: move one of them")
-    if may_read(dt) and bool((dt < 0).any()):
-        raise wrong("dt", f"as low as {dt.min().item():g}", "at least 0")
+    if padding is not None:
+        if cu_seqlens is not None:
+            raise ValueError(
+                "key_padding_mask was given with cu_seqlens, but packed sequences have no padding"
+            )
+        check_key_padding_mask(padding, B, T)
+    if may_read(dt):
+        read = dt if padding is None else dt[~padding]
+        if bool((read < 0).any()):
+            raise wrong("dt", f"as low as {read.min().item():g}", "at least 0")
     if may_read(a) and bool((a > 0).any()):
         raise wrong("a", f"up to {a.max().item():g}", "at most 0")
     if cu_seqlens is not None:
