@@ -172,6 +172,7 @@ def test_list_draws_the_pattern_of_a_mechanism(tmp_path: Path) -> None:
     assert "no sparse pattern that is known in advance; bigbird, longformer" in dense
     large = error("list", "--draw", "window", "--length", 2**63, "--out", file, "--force")
     assert "length is 9223372036854775808, but must be below 2^63" in large
+    assert error("list", "--draw", "").startswith("attention is '', but must be one of aft, ")
 
 
 def test_memory_that_torch_cannot_allocate_is_said_in_plain_words() -> None:

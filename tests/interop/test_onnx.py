@@ -445,8 +445,9 @@ def test_damaged_folders_are_refused(folder, tmp_path):
             load(damaged(name, change))
     with pytest.raises(ValueError, match=r"graph is 'int8', but .* export again with --int8"):
         load(folder, "int8")
-    with pytest.raises(ValueError, match="threads is 0"):
-        load(folder, threads=0)
+    for threads in (0, 1025):
+        with pytest.raises(ValueError, match=f"threads is {threads}, but must be from 1 to 1024"):
+            load(folder, threads=threads)
 
 
 def test_a_graph_of_another_state_is_refused(folder, tmp_path):

@@ -200,8 +200,9 @@ def test_damaged_and_other_folders_are_refused(pair, tmp_path):
     ):
         with pytest.raises(ValueError, match=sentence):
             onnx.load_transcriber(damaged(name, change))
-    with pytest.raises(ValueError, match="threads is 0"):
-        onnx.load_transcriber(folder, threads=0)
+    for threads in (0, 1025):
+        with pytest.raises(ValueError, match=f"threads is {threads}, but must be from 1 to 1024"):
+            onnx.load_transcriber(folder, threads=threads)
     with pytest.raises(
         ValueError, match="has the format 'unrolled-onnx-speech' in version 1, but must have 'unrolled-onnx'"
     ):

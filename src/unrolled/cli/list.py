@@ -65,10 +65,12 @@ def mechanisms(
     if draw is not None:
         if markdown or cells:
             raise ValueError("--markdown and --cells are for the list, but --draw draws a pattern")
+        from unrolled import attention
         from unrolled.cli import run_config
         from unrolled.files import write_file
         from unrolled.ops.options import check_integers
 
+        attention.load(draw)  # names the mechanism in an error before the file
         if length is not None:
             check_integers(1, length=length)
         path = Path(f"{draw}.png") if out is None else out

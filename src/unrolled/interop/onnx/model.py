@@ -16,6 +16,7 @@ from unrolled.interop.onnx.manifest import Manifest
 from unrolled.models.checks import check_ids
 from unrolled.ops.checks import check_key_padding_mask
 from unrolled.ops.options import check_batch_size
+from unrolled.threads import MAX_THREADS
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
@@ -176,8 +177,6 @@ def load(folder: str | Path, graph: str = "plain", *, threads: int = 1) -> OnnxM
     if graph not in manifest.graphs:
         again = f"; export again with --{graph}" if graph in ("fused", "int8") else ""
         raise ValueError(f"graph is {graph!r}, but {folder} holds {', '.join(manifest.graphs)}{again}")
-    if threads < 1:
-        raise ValueError(f"threads is {threads}, but must be at least 1")
     for name in manifest.files:
         manifest.read(folder, name)
     file = manifest.graphs[graph]["file"]
@@ -190,7 +189,9 @@ def load(folder: str | Path, graph: str = "plain", *, threads: int = 1) -> OnnxM
 
 
 def open_session(content: bytes, threads: int = 1) -> "InferenceSession":
-    """Open the bytes of a graph on the CPU."""
+    """Open the bytes of a graph on the CPU, with this number of threads per operator."""
+    if not 1 <= threads <= MAX_THREADS:
+        raise ValueError(f"threads is {threads}, but must be from 1 to {MAX_THREADS}")
     try:
         import onnxruntime
     except ImportError as error:

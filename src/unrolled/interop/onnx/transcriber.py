@@ -87,8 +87,6 @@ def load_transcriber(folder: str | Path, *, threads: int = 1) -> OnnxTranscriber
         ImportError: onnxruntime is missing.
     """
     folder = Path(folder)
-    if threads < 1:
-        raise ValueError(f"threads is {threads}, but must be at least 1")
     manifest = SpeechManifest.load(folder)
     for name in manifest.files:
         manifest.read(folder, name)
