@@ -132,6 +132,12 @@ def view(x: Tensor) -> View:
     return address(x), batch, token, head
 
 
+def view_without_heads(x: Tensor) -> View:
+    """Describe a tensor `[batch, tokens, width]` whose last axis is contiguous."""
+    batch, token, _ = x.stride()
+    return address(x), batch, token, 0
+
+
 def readable(x: Tensor) -> Tensor:
     """Copy a tensor whose last axis is not contiguous; the other axes may have any strides."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from unrolled.ops import native
-from unrolled.ops.native import TYPES, View, address, readable, sequences, struct
+from unrolled.ops.native import TYPES, address, readable, sequences, struct, view_without_heads
 
 
 def supports(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> bool:
@@ -42,7 +42,7 @@ def backward(
     d_taps = native.floats(*weight.shape[::-1])
     d_bias = native.floats(0 if bias is None else len(bias))
     gradients = struct("ConvGradients")(
-        y=_view(grad_y),
+        y=view_without_heads(grad_y),
         state=address(grad_state),
         d_x=address(d_x),
         d_weight=address(d_taps),
@@ -52,12 +52,6 @@ def backward(
     native.call("conv_backward", problem, gradients)
     d_weight = d_taps.flip(0).T.to(weight.dtype).contiguous()
     return [d_x, d_weight, d_bias if bias is None else d_bias.to(bias.dtype), d_state]
-
-
-def _view(x: Tensor) -> View:
-    """Describe `[batch, tokens, channels]`, a tensor without an axis of heads."""
-    batch, token, _ = x.stride()
-    return address(x), batch, token, 0
 
 
 def _problem(
@@ -77,7 +71,7 @@ def _problem(
         activation=silu,
         threads=torch.get_num_threads(),
         offsets=address(cu_seqlens),
-        x=_view(x),
+        x=view_without_heads(x),
         weight=address(taps),
         bias=address(bias),
         state=address(state),

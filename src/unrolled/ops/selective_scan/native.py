@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from unrolled.ops import native
-from unrolled.ops.native import TYPES, View, address, readable, sequences, struct
+from unrolled.ops.native import TYPES, address, readable, sequences, struct, view_without_heads
 from unrolled.ops.selective_scan.plain import Inputs
 
 
@@ -30,7 +30,7 @@ def backward(grad_y: Tensor, grad_state: Tensor, inputs: Inputs, cu_seqlens: Ten
     d_x, d_b, d_c, d_state = (z.new_empty(z.shape) for z in (inputs.x, inputs.b, inputs.c, inputs.state))
     d_dt, d_a = (native.floats(*z.shape) for z in (inputs.dt, inputs.a))
     gradients = struct("SelectiveScanGradients")(
-        y=_view(grad_y),
+        y=view_without_heads(grad_y),
         state=address(grad_state),
         d_x=address(d_x),
         d_b=address(d_b),
@@ -41,12 +41,6 @@ def backward(grad_y: Tensor, grad_state: Tensor, inputs: Inputs, cu_seqlens: Ten
     )
     native.call("selective_scan_backward", problem, gradients)
     return [d_x, d_dt.to(inputs.dt.dtype), d_a.to(inputs.a.dtype), d_b, d_c, d_state]
-
-
-def _view(x: Tensor) -> View:
-    """Describe `[batch, tokens, width]`, a tensor without an axis of heads."""
-    batch, token, _ = x.stride()
-    return address(x), batch, token, 0
 
 
 def _described(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[bytes, tuple[Tensor | None, ...]]:
@@ -63,9 +57,9 @@ def _described(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[bytes, tuple[
         type=native.common_type(x, b, c),
         threads=torch.get_num_threads(),
         offsets=address(cu_seqlens),
-        x=_view(x),
-        b=_view(b),
-        c=_view(c),
+        x=view_without_heads(x),
+        b=view_without_heads(b),
+        c=view_without_heads(c),
         dt=(address(dt), *dt.stride()),
         a=address(a),
         state=address(state),
