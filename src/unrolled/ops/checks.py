@@ -161,6 +161,18 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
         check_offsets(cu_seqlens.tolist(), q.shape[1])
 
 
+def check_padding_or_pack(key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, x: Tensor) -> None:
+    """Require that a mask or offsets fit `x [B,T,C]`, and that only one of them is given."""
+    if key_padding_mask is not None:
+        if cu_seqlens is not None:
+            raise ValueError(
+                "key_padding_mask was given with cu_seqlens, but packed sequences have no padding"
+            )
+        check_key_padding_mask(key_padding_mask, *x.shape[:2])
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, x, x)
+
+
 def check_offsets(offsets: list[int], total: int) -> None:
     """Require the values of `cu_seqlens` to go from 0 to the number of tokens without decreasing."""
     if offsets[0] != 0 or offsets[-1] != total or any(a > b for a, b in pairwise(offsets)):

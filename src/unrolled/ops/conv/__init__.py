@@ -18,14 +18,7 @@ from typing import Literal, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import (
-    check_cu_seqlens,
-    check_device,
-    check_key_padding_mask,
-    check_state_tensor,
-    check_tensor,
-    shape,
-)
+from unrolled.ops.checks import check_device, check_padding_or_pack, check_state_tensor, check_tensor, shape
 from unrolled.ops.conv import operator, plain
 from unrolled.ops.packing import spans, valid_tokens_first
 from unrolled.ops.precision import accumulation_dtype
@@ -138,7 +131,7 @@ def _check(
         check_tensor(name, y)
         if y.dim() != n_axes or not y.is_floating_point():
             raise ValueError(f"{name} is {y.dtype} of shape {shape(y)}, but must be floating point {axes}")
-    (B, T, C), W = x.shape, weight.shape[1]
+    (B, _, C), W = x.shape, weight.shape[1]
     if weight.shape[0] != C or W < 1:
         raise ValueError(f"weight has shape {shape(weight)}, but must be [{C}, W] for x {shape(x)}")
     check_device("weight", weight, x, "x is")
@@ -149,14 +142,7 @@ def _check(
         check_device("bias", bias, x, "x is")
     if activation not in (None, "silu"):
         raise ValueError(f"activation is {activation!r}, but must be 'silu' or None")
-    if key_padding_mask is not None:
-        if cu_seqlens is not None:
-            raise ValueError(
-                "key_padding_mask was given with cu_seqlens, but packed sequences have no padding"
-            )
-        check_key_padding_mask(key_padding_mask, B, T)
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, x, x)
+    check_padding_or_pack(key_padding_mask, cu_seqlens, x)
     sizes = (B if cu_seqlens is None else cu_seqlens.shape[0] - 1, W - 1, C)
     dtype = accumulation_dtype(x.dtype, weight.dtype)
     if state is None:

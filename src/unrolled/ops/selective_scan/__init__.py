@@ -15,13 +15,7 @@ O(T C N) in plain PyTorch.
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import (
-    check_cu_seqlens,
-    check_key_padding_mask,
-    check_state_tensor,
-    check_tensor,
-    wrong,
-)
+from unrolled.ops.checks import check_padding_or_pack, check_state_tensor, check_tensor, wrong
 from unrolled.ops.masks import without_padding
 from unrolled.ops.node import one_node
 from unrolled.ops.observing import may_read
@@ -142,20 +136,13 @@ def _checked(
             raise wrong(name, each, f"floating point {sizes}")
         if each.device != x.device:
             raise ValueError(f"{name} is on {each.device}, but x is on {x.device}: move one of them")
-    if padding is not None:
-        if cu_seqlens is not None:
-            raise ValueError(
-                "key_padding_mask was given with cu_seqlens, but packed sequences have no padding"
-            )
-        check_key_padding_mask(padding, B, T)
+    check_padding_or_pack(padding, cu_seqlens, x)
     if may_read(dt):
         read = dt if padding is None else dt[~padding]
         if bool((read < 0).any()):
             raise wrong("dt", f"as low as {read.min().item():g}", "at least 0")
     if may_read(a) and bool((a > 0).any()):
         raise wrong("a", f"up to {a.max().item():g}", "at most 0")
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, x, x)
     rows, dtype = B if cu_seqlens is None else cu_seqlens.shape[0] - 1, _state_dtype(x, dt, a, b, c)
     if state is None:
         state = x.new_zeros(rows, C, N, dtype=dtype)
