@@ -20,6 +20,7 @@ from unrolled.attention.performer import PerformerAttention
 from unrolled.attention.reformer import ReformerAttention
 from unrolled.attention.retention import Retention
 from unrolled.attention.rfa import RandomFeatureAttention
+from unrolled.attention.rwkv4 import RWKV4
 from unrolled.attention.rwkv7 import RWKV7
 from unrolled.attention.similarity import SimilarityAttention
 from unrolled.attention.softmax import SoftmaxAttention
@@ -65,6 +66,8 @@ def load(name: Literal["reformer"]) -> type[ReformerAttention]: ...
 def load(name: Literal["retention"]) -> type[Retention]: ...
 @overload
 def load(name: Literal["rfa"]) -> type[RandomFeatureAttention]: ...
+@overload
+def load(name: Literal["rwkv4"]) -> type[RWKV4]: ...
 @overload
 def load(name: Literal["rwkv7"]) -> type[RWKV7]: ...
 @overload

@@ -22,23 +22,24 @@ Equals softmax attention: never. With a = 0, w = 1 and n = 0 it is unnormalised 
 """
 
 import math
-from typing import Any, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from unrolled.attention._delta import beside_identity, split_transition
-from unrolled.attention._heads import NO_MASKS, of_every_head
+from unrolled.attention._heads import of_every_head
 from unrolled.attention._options import ONE_WAY
-from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention, Projected
+from unrolled.attention._token_shift import TokenShiftAttention
+from unrolled.attention.base import CommonOptions, Heads, Masks
 from unrolled.contract import CAUSAL_RECURRENCE
-from unrolled.ops.conv import causal_conv_step
 from unrolled.ops.dense import Linear
 from unrolled.ops.dplr import dplr, dplr_step
 from unrolled.ops.head_scale import scale_heads
 from unrolled.ops.options import check_above_zero, check_integers
 from unrolled.ops.precision import accumulated, accumulation_dtype
-from unrolled.ops.sequence import Transformed, causal_conv
+from unrolled.ops.sequence import Transformed
+from unrolled.ops.token_shift import initial_mixture
 
 MIXTURES = {"r": 0.2, "k": 0.7, "v": 0.7, "w": 0.9, "a": 0.9, "g": 0.2}
 """For each mixture, the exponent of its initial mu: channel c of d has mu = 1 - (c/d)^exponent."""
@@ -72,15 +73,7 @@ class Rule(NamedTuple):
     log_decay: Tensor
 
 
-class Unmixed(NamedTuple):
-    """The input in the place of queries, keys and values."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-
-class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
+class RWKV7(TokenShiftAttention[RWKV7State, Controls]):
     """The time mixing of RWKV-7.
 
     Args:
@@ -102,7 +95,6 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
         "one rate per head"
     )
 
-    mixes_input = True
     not_decayed = ("mix", "erased", "replaced", "bonus")
 
     def __init__(
@@ -129,8 +121,7 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
         self.gate_up = Linear(gate_rank, values, bias=False)
         # Initialised like the first layer of the published models: the channels range from those that read
         # the token before to those that read this one, and from short to long memories.
-        share = torch.arange(d_model) / d_model
-        self.mix = nn.Parameter(torch.stack([1 - share**power for power in MIXTURES.values()]))
+        self.mix = nn.Parameter(torch.stack([initial_mixture(d_model, power) for power in MIXTURES.values()]))
         with torch.no_grad():
             for up in (self.decay_up, self.rate_up):
                 up.weight.zero_()
@@ -142,31 +133,6 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
         self.norm_weight = nn.Parameter(torch.ones(values))
         self.norm_bias = nn.Parameter(torch.zeros(values))
 
-    def project(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> Projected:
-        """Return the input three times: `heads_of` projects it, since only it knows the token before."""
-        return Unmixed(query, query, query)
-
-    def heads_of(
-        self,
-        projected: Projected,
-        x: Tensor,
-        masks: Masks = NO_MASKS,
-        *,
-        cross: bool = False,
-        state: Any = None,
-        **further: Tensor | None,
-    ) -> Heads[Controls]:
-        """Mix every token with the one before it, project the mixtures, and compute w, a and the gate.
-
-        Queries, keys and values of another module's projections are taken as they are.
-        """
-        inner = state if state is None or self.short_conv is None else state.heads
-        before, last = self._token_before(x, masks, None if inner is None else inner.last)
-        mixed = x.unsqueeze(-2) + (before - x).unsqueeze(-2) * self.mix
-        if isinstance(projected, Unmixed):
-            projected = super().project(*mixed[..., :3, :].unbind(-2))
-        return super().heads_of(projected, x, masks, cross=cross, state=state, mixed=mixed, last=last)
-
     def read_input(self, x: Tensor, mixed: Tensor, last: Tensor) -> Controls:  # type: ignore[override]
         """Compute w, a and the gate from the mixtures `[...,6,d_model]`, and hand on the last input."""
         dtype = accumulation_dtype(x.dtype)
@@ -177,14 +143,6 @@ class RWKV7(MultiHeadAttention[RWKV7State, Controls]):
         controls = (-math.exp(-0.5) * decay.sigmoid(), rate, gate)
         by_head = (torch.unflatten(x, -1, (self.n_heads, -1)) for x in controls)
         return Controls._make((*by_head, last))
-
-    def _token_before(self, x: Tensor, masks: Masks, last: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the token before each token of `x`, where `last` precedes the first, and the last token."""
-        one = x.new_ones(self.d_model)
-        taps = torch.stack([one, one - 1], dim=-1)
-        if x.dim() == 2 and last is not None:
-            return causal_conv_step(x, taps, last)
-        return causal_conv(x, taps, state=last, **masks.of_keys())
 
     def attend(self, heads: Heads[Controls], masks: Masks) -> Tensor:
         """Run over whole sequences."""

@@ -85,6 +85,8 @@ class FeedForward(Layer):
         super().__init__()
         if d_ff == 0:
             raise wrong("d_ff", 0, "at least 1 in this model, whose blocks need a feed-forward layer")
+        if activation == "channel_mix":
+            raise wrong("activation", repr(activation), "another one in this model; a decoder can have it")
         self.activation, self.chunk = activation, chunk
         self.up = Linear(d_model, 2 * d_ff if activation == "swiglu" else d_ff, bias=bias)
         self.down = Linear(d_ff, d_model, bias=bias)
@@ -150,6 +152,10 @@ class AttentionBlock(ResidualBlock):
     def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:
         """[B, T, d_model] -> [B, T, d_model]; the masks are those of `Stack.forward`."""
         return self._finish(x, self.attention(self._read(x), **masks))
+
+    def init_state(self, batch_size: int) -> Parts:
+        """Make the state of `batch_size` sequences before their first token."""
+        return cast(Parts, self.attention.init_state(batch_size))
 
     def prefill(
         self, x: Tensor, state: Parts, *, key_padding_mask: Tensor | None = None

@@ -11,7 +11,7 @@ from unrolled.ops.checks import wrong
 
 Norm = Literal["pre", "post", "res_post"]
 NormType = Literal["layernorm", "rmsnorm"]
-Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu", "channel_mix"]
 Positions = Literal["learned", "axial", "sinusoidal", "rotary", "none"]
 Mechanisms = str | list[str]
 Norms = Norm | list[Norm]
@@ -84,8 +84,8 @@ class TransformerConfig(ModelConfig):
             Transformer V2, arXiv 2111.09883, section 3.2); or a list with one per layer.
         norm_type: "layernorm" or "rmsnorm".
         norm_eps: added to the variance, or to the mean square, in each norm.
-        activation: of the feed-forward layer, "gelu", "gelu_tanh" (its approximation by a tanh), "relu" or
-            "swiglu".
+        activation: of the feed-forward layer, "gelu", "gelu_tanh" (its approximation by a tanh), "relu",
+            "swiglu", or, in decoders, "channel_mix" for RWKV's layer, which also reads the token before.
         bias: add a bias in each linear layer and layer norm of the blocks, except where a mechanism always
             has one.
         positions: "learned" (one vector for each of `max_length` positions), "axial" (learned, as below),

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from unrolled.contract import UnsupportedError
 from unrolled.models.blocks import AttentionBlock, Block, Masks, apply, make_norm, tie_layers
+from unrolled.models.channel_mix import MixingBlock
 from unrolled.models.config import TransformerConfig
 from unrolled.ops.dense import Layer
 from unrolled.ops.masks import zero_padding
@@ -27,7 +28,11 @@ class Stack(Layer):
 
     def __init__(self, config: TransformerConfig, *, causal: bool, final_norm: bool = True) -> None:
         super().__init__()
-        kind = AttentionBlock if self.block is Block and config.d_ff == 0 else self.block
+        kind = self.block
+        if kind is Block and config.d_ff == 0:
+            kind = AttentionBlock
+        elif kind is Block and config.activation == "channel_mix":
+            kind = MixingBlock
         self.blocks = nn.ModuleList(kind(config, i, causal=causal) for i in range(config.n_layers))
         tie_layers(block.attention for block in self.layers)
         self.norm = make_norm(config) if config.norms[-1] != "post" and final_norm else nn.Identity()
@@ -70,7 +75,7 @@ class Stack(Layer):
 
     def init_state(self, batch_size: int) -> States:
         """One state per block."""
-        return tuple(block.attention.init_state(batch_size) for block in self.layers)
+        return tuple(block.init_state(batch_size) for block in self.layers)
 
     def prefill(
         self,

@@ -9,7 +9,7 @@ from unrolled.contract import UnsupportedError
 from unrolled.extras import how_to_install
 from unrolled.folders import of_transformers
 from unrolled.interop.copying import Foreign, refuse_adapters
-from unrolled.interop.hf import bert, hybrid, mamba2, perceiver
+from unrolled.interop.hf import bert, hybrid, mamba2, perceiver, rwkv
 from unrolled.interop.hf.families import class_name
 from unrolled.models import Decoder, Encoder, PerceiverIO
 
@@ -26,6 +26,7 @@ FAMILIES: dict[str, Callable[..., Decoder | Encoder | PerceiverIO]] = {
     "qwen3_next": hybrid.from_qwen,
     "qwen3_5_text": hybrid.from_qwen,
     "olmo_hybrid": hybrid.from_olmo_hybrid,
+    "rwkv": rwkv.from_rwkv,
 }
 REFUSED = {
     "qwen3_5": "it reads images too; import its language model, `Qwen3_5ForCausalLM.from_pretrained(source)`",
@@ -42,9 +43,9 @@ def import_weights(source: object, **attention_options: object) -> Decoder | Enc
     with output "hidden"; `...ForMaskedLM`, `...ForSequenceClassification`, `...ForTokenClassification` and
     `...ForQuestionAnswering` become encoders with the corresponding outputs. Perceivers for masked language
     modelling, for text classification and for images with Fourier features become a `PerceiverIO`.
-    `Mamba2ForCausalLM` and `OlmoHybridForCausalLM`, and without experts also `Qwen3NextForCausalLM` and
-    `Qwen3_5ForCausalLM`, become a `Decoder`. The copy has the dtype, device and mode of the original. It has
-    no dropout on attention weights.
+    `Mamba2ForCausalLM`, `RwkvForCausalLM` and `OlmoHybridForCausalLM`, and without experts also
+    `Qwen3NextForCausalLM` and `Qwen3_5ForCausalLM`, become a `Decoder`. The copy has the dtype, device and
+    mode of the original. It has no dropout on attention weights.
 
     Args:
         source: a model of transformers; or the folder or hub name of one, read from safetensors only.

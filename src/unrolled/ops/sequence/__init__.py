@@ -11,7 +11,7 @@ empty state:
 
     Decayed       X -> exp(a_r) X + S_r           sums, with a decay per head or per feature
     Transformed   X -> M_r X + S_r                the delta rule: M_r is the rule on the identity, v = 0
-    Shifted       X -> sums under a running maximum, to which both sides are scaled
+    Shifted       as Decayed, of sums divided by exp(m) for a running maximum m
     Latest        X -> the last R tokens of both  windows and short convolutions
     Appended      X -> both                       keys and values of softmax attention
 

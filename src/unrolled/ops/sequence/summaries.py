@@ -65,13 +65,18 @@ class Transformed(Summary):
 
 
 class Shifted(Summary):
-    """Sums of terms divided by exp(m), where m, the last field, is the largest exponent so far."""
+    """Sums of terms divided by exp(m), where m, the last field, is the largest exponent so far.
+
+    `through` is the log decay of the sums over the slice, in the shape of m; None for no decay. m counts as a
+    constant in gradients.
+    """
 
     def after(self, state: Fields) -> Fields:
-        """exp(m_X - m) X + exp(m_S - m) S with m = max(m_X, m_S)."""
+        """exp(m_X + a - m) X + exp(m_S - m) S with m = max(m_X + a, m_S)."""
         *sums, top = state
-        m = torch.maximum(state[top], self.own[top])
-        old, new = (state[top] - m).exp(), (self.own[top] - m).exp()
+        before = state[top] if self.through is None else state[top] + self.through
+        m = torch.maximum(before, self.own[top]).detach()
+        old, new = (before - m).exp(), (self.own[top] - m).exp()
         added = {name: _over(old, state[name]) * state[name] for name in sums}
         return {name: x + _over(new, x) * self.own[name] for name, x in added.items()} | {top: m}
 
