@@ -52,6 +52,7 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "Qwen3Next": DELTA | {"head_dim": 16, "num_experts": 0},
     "Qwen3_5": DELTA | {"head_dim": 16},
     "OlmoHybrid": DELTA,
+    "Rwkv": {"rescale_every": 0},
 }
 # The name, the original, the function that imports it, and whether a row is padded.
 Case = tuple[str, nn.Module, Callable[[nn.Module], Any], bool]

@@ -103,5 +103,7 @@ def _tops(k: Tensor, log_decay: Tensor, first: Tensor, valid: Tensor | None) -> 
         number = valid.cumsum(1)
         k = k.masked_fill(~valid, LOWEST)
     decayed = log_decay * number  # since the beginning
-    highest = torch.maximum((k - decayed).cummax(1).values, first)
-    return torch.cat([first, highest + decayed], dim=1)
+    peaks = k - decayed
+    if k.shape[1] > 1:  # ONNX, which exports single steps, has no cummax
+        peaks = peaks.cummax(1).values
+    return torch.cat([first, torch.maximum(peaks, first) + decayed], dim=1)

@@ -3,15 +3,15 @@
 These are functions that the modelling files of transformers define for machines without special kernels,
 under the same names in all families: the gated delta rule in Qwen3-Next, Qwen3.5 and OLMo-hybrid, and with a
 gate for each feature in Kimi-Linear; the scan of Mamba-2 in Mamba-2, Bamba, Falcon-H1, GraniteMoeHybrid,
-Nemotron-H and Zamba2; that of the first Mamba in Mamba, Falcon-Mamba, Jamba and Zamba; and the convolution in
-all of these, and in LFM2 and others.
+Nemotron-H and Zamba2; that of the first Mamba in Mamba, Falcon-Mamba, Jamba and Zamba; the convolution in all
+of these, and in LFM2 and others; and the averages of RWKV-4.
 """
 
 from inspect import signature
 
 from torch import nn
 
-from unrolled.interop.hf.accelerate import conv, delta, selective, ssd
+from unrolled.interop.hf.accelerate import conv, delta, selective, ssd, wkv
 from unrolled.interop.hf.accelerate.rebind import Function
 
 # The replacements take the same arguments as the functions that they replace.
@@ -32,6 +32,7 @@ REPLACEMENTS: dict[str, tuple[Function, str]] = {
         selective.mamba_selective_state_update,
         "a step that updates the state in place",
     ),
+    "rwkv_linear_attention": (wkv.rwkv_linear_attention, "wkv"),
 }
 
 
