@@ -259,6 +259,7 @@ enum Operation : int32_t {
     FEATURES,
     MIXTURE,
     CONVOLVE,
+    AVERAGE,
     RECUR,
     ATTEND
 };

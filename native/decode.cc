@@ -207,7 +207,8 @@ class Worker {
 
     void run_on_sequences(const Instruction& x, const Tokens& tokens, const Int* positions) {
         Share share = share_of(x.groups, part_, parts_);
-        if (x.operation == CONVOLVE) {
+        const bool by_channel = x.operation == CONVOLVE || x.operation == AVERAGE;
+        if (by_channel) {
             share = share_of(ceil_div(x.n, TILE), part_, parts_);
             share = {share.first * TILE, min(share.last * TILE, x.n)};
         }
@@ -216,8 +217,9 @@ class Worker {
             const Int n = consecutive(x, tokens, i);
             for (Int k = 0; k < n; ++k) some[k] = sequence_row(tokens, positions, i + k);
             i += n;
-            if (x.operation == CONVOLVE) {
-                convolve(x, some[0], share);
+            if (by_channel) {
+                if (x.operation == CONVOLVE) convolve(x, some[0], share);
+                else average(x, some[0], share);
                 continue;
             }
             for (Int group = share.first; group < share.last; ++group)

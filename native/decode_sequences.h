@@ -4,6 +4,10 @@
 // CONVOLVE: to_c = sum_l weights[l, c] x_c(t - l) for n channels c of `first` and `window` taps. State: the
 // last inputs [window - 1, n], the latest last.
 //
+// AVERAGE: o = (num + exp(k + u) v) / (den + exp(k + u)); then num <- exp(d) num + exp(k) v, and den <- exp(d)
+// den + exp(k). It has n channels, with k at `first`, v at `second`, d in `weights` and u in `bias`. State:
+// num / exp(m), den / exp(m) and m, [n] each, where m is the largest exponent so far, decayed by d per token.
+//
 // RECUR: S <- diag(a) S + k v^T, then o = scale S^T q, for each of `groups` states [features, values] and the
 // `heads` / `groups` query heads that read it. The gates a are those of the `kind`; q, k, v are at `first`,
 // `second`, `third`. With `rates` b it is the delta rule: v becomes b (v - S^T diag(a) k). With a `reader` p
@@ -54,6 +58,28 @@ inline void convolve(const Instruction& x, const SequenceRow& s, Share channels)
             store_first(past + l * x.n + c, left, load_first(past + (l + 1) * x.n + c, left));
         store_first(past + (x.window - 2) * x.n + c, left, now);
         store_first(s.row.to(x) + c, left, total);
+    }
+}
+
+constexpr float LOWEST_EXPONENT = -1e30f;  // finite, so that it may be subtracted from itself
+
+inline void average(const Instruction& x, const SequenceRow& s, Share channels) {
+    float *nums = s.state + x.state, *dens = nums + x.n, *tops = dens + x.n;
+    for (Int c = channels.first; c < channels.last; c += WIDTH) {
+        const Int left = channels.last - c;
+        const Vec k = load_first(s.row.from(x) + c, left), v = load_first(s.row.at + x.second + c, left);
+        const Vec num = load_first(nums + c, left), den = load_first(dens + c, left);
+        // A sum of no tokens is 0, and has no largest exponent.
+        const Vec m = select(den > Vec{}, load_first(tops + c, left), broadcast(LOWEST_EXPONENT));
+        const Vec own = k + load_first(x.bias + c, left), faded = m + load_first(x.weights + c, left);
+        const Vec peak = max(m, own), top = max(faded, k);
+        Vec factors[] = {m - peak, own - peak, faded - top, k - top};
+        exp_of_negative(factors);
+        const auto [kept, added, decay, weight] = factors;
+        store_first(s.row.to(x) + c, left, (kept * num + added * v) / (kept * den + added));
+        store_first(nums + c, left, decay * num + weight * v);
+        store_first(dens + c, left, decay * den + weight);
+        store_first(tops + c, left, top);
     }
 }
 

@@ -50,6 +50,9 @@ struct Sample {
         rotate.heads = HEADS, rotate.features = FEATURES_OUT, rotate.n = 2, rotate.second = PLACE;
         Instruction& conv = add(CONVOLVE, 4 * PLACE, 4 * PLACE);
         conv.n = GROUPS * VALUES, conv.window = 4, conv.state = take(3 * conv.n);
+        Instruction& average = add(AVERAGE, 5 * PLACE, 4 * PLACE);
+        average.n = GROUPS * VALUES, average.second = 4 * PLACE, average.bias = numbers.data();
+        average.state = take(3 * average.n);
         for (int32_t kind = IDENTITY; kind <= EXPONENTIAL; ++kind) {
             Instruction& apply = add(APPLY, 5 * PLACE, 4 * PLACE);
             apply.kind = kind, apply.n = GROUPS * VALUES, apply.second = 4 * PLACE;

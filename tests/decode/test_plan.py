@@ -70,9 +70,25 @@ def test_large_exponents_are_clamped_as_in_the_model(name, instruction_set):
     torch.testing.assert_close(found.double(), model.double()(ids), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("instruction_set", native.instruction_sets())
+@torch.no_grad()
+def test_the_first_keys_of_averages_may_be_far_below_zero(instruction_set):
+    model, ids = decoder(**MODELS["rwkv4"]), tokens()
+    for block in model.stack.blocks:
+        block.attention.qkv_proj.bias[32:64] -= 300  # keys, whose exponentials are 0 in fp32
+    p = plan(model)
+    with native.use(instruction_set):
+        found, _ = p.prefill(ids, p.init_state(3))
+    from_plan, _ = model.prefill(ids, p.to_model(p.init_state(3)))
+    expected = model.double()(ids)
+    for each in (found, from_plan):
+        torch.testing.assert_close(each.double(), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize(
-    "name", ["linear", "hybrid", "delta rule, gated", "rwkv7", "odd widths", "pixels", "tied embeddings"]
+    "name",
+    ["linear", "hybrid", "delta rule, gated", "rwkv4", "rwkv7", "odd widths", "pixels", "tied embeddings"],
 )
 @torch.no_grad()
 def test_rounded_weights_are_those_of_a_rounded_model(name, weights):
@@ -99,7 +115,7 @@ def test_rounded_weights_are_those_of_a_rounded_model(name, weights):
     assert halved or weights == "int4" or difference <= (before - expected).abs().max() / 4
 
 
-@pytest.mark.parametrize("name", ["hybrid", "rwkv7", "pixels", "softmax"])
+@pytest.mark.parametrize("name", ["hybrid", "rwkv4", "rwkv7", "pixels", "softmax"])
 @torch.no_grad()
 def test_padding_is_left_out_wherever_it_is(name):
     p, ids = plan(decoder(**MODELS[name])), tokens()
@@ -382,7 +398,7 @@ def test_planning_changes_no_weight():
 
 
 @pytest.mark.parametrize(
-    "name", ["hybrid", "delta rule, gated", "rwkv7", "learned positions", "map taylor", "pixels"]
+    "name", ["hybrid", "delta rule, gated", "rwkv4", "rwkv7", "learned positions", "map taylor", "pixels"]
 )
 def test_the_default_type_and_device_of_new_tensors_do_not_matter(name):
     model, ids = decoder(**MODELS[name]), tokens()

@@ -57,7 +57,7 @@ def test_every_form(name, weights, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["hybrid", "rwkv7"])
+@pytest.mark.parametrize("name", ["hybrid", "rwkv4", "rwkv7"])
 def test_weights_of_half_precision_are_kept_in_fp32(name, dtype, tmp_path):
     made, ids = plan(decoder(**MODELS[name]).to(dtype)), tokens()
     made.save(tmp_path)

@@ -5,8 +5,6 @@ import torch
 from torch.nn.functional import pad
 
 from unrolled import models
-from unrolled.contract import UnsupportedError
-from unrolled.decode import plan
 from unrolled.generation import generate
 from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
 from unrolled.models.channel_mix import ChannelMix
@@ -90,11 +88,6 @@ def test_gradients_with_recomputation_are_equal():
         found.append([parameter.grad for parameter in model.parameters()])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-def test_plans_say_that_they_cannot_run_it():
-    with pytest.raises(UnsupportedError, match="MixingBlock"):
-        plan(decoder("linear").float())
 
 
 def test_models_that_cannot_have_it_say_so():

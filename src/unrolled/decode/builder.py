@@ -290,6 +290,13 @@ class Builder:
         self.slots[-1].append(Slot("convolution", place, (taps - 1, channels), part=part))
         return self._add("convolve", x if to is None else to, x, state=place, **fields)
 
+    def average(self, k: Value, v: Value, log_decay: Tensor, bonus: Tensor) -> Value:
+        """Average the values of each channel over all tokens, as `unrolled.ops.wkv` does."""
+        place, n = self._state(3 * k.size), k.size
+        self.slots[-1].append(Slot("average", place, (n,)))
+        arrays = {"weights": self._float(log_decay), "bias": self._float(bonus)}
+        return self._add("average", self.value(n), k, second=v.place, n=n, state=place, **arrays)
+
     def recur(
         self,
         sizes: Heads,

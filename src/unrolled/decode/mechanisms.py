@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unrolled.attention._token_shift import TokenShiftAttention
 from unrolled.attention.delta_net import DeltaNet
 from unrolled.attention.gated_linear import GatedLinearAttention
 from unrolled.attention.kda import KimiDeltaAttention
@@ -14,6 +15,7 @@ from unrolled.attention.linear import LinearAttention
 from unrolled.attention.mamba2 import Mamba2
 from unrolled.attention.retention import Retention, log_gamma
 from unrolled.attention.rfa import RandomFeatureAttention
+from unrolled.attention.rwkv4 import RWKV4
 from unrolled.attention.rwkv7 import RWKV7, SMALLEST_SQUARE
 from unrolled.attention.softmax import SoftmaxAttention
 from unrolled.attention.window import WindowAttention
@@ -34,10 +36,14 @@ def attention(builder: Builder, layer: Layer, x: Value, to: Value) -> Value:
         UnsupportedError: there are no instructions for this mechanism or for one of its options.
     """
     emit = _MECHANISMS.get(type(layer))
-    if (emit is None and type(layer) is not RWKV7) or not layer.causal:
+    if emit is None or not layer.causal:
         raise UnsupportedError(f"a plan cannot run {layer.name} attention")
     builder.begin_layer()
-    o = _rwkv7(builder, layer, x) if emit is None else emit(builder, layer, x, _projected(builder, layer, x))
+    if isinstance(layer, TokenShiftAttention):
+        inputs = mixtures(builder, x, layer.mix, part="last")
+    else:
+        inputs = _projected(builder, layer, x)
+    o = emit(builder, layer, x, inputs)
     return builder.layer(o, layer.out_proj, to)
 
 
@@ -195,9 +201,36 @@ def _mamba2(builder: Builder, layer: Mamba2, x: Value, qkv: list[Value]) -> Valu
     return _normed(builder, layer.norm, _gated(builder, o, builder.layer(x, layer.gate_proj), "silu"))
 
 
-def _rwkv7(builder: Builder, layer: RWKV7, x: Value) -> Value:
+def mixtures(builder: Builder, x: Value, mix: Tensor, *, part: str) -> list[Value]:
+    """Mix a token with the one before it, which is the `part` of the layer's state, by each row of `mix`."""
+    taps = torch.tensor([1.0, -1.0]).expand(x.size, 2)
+    change = builder.convolve(x, taps, builder.value(x.size), part=part)
+    mixed = []
+    for each in mix.detach():
+        y = builder.apply("identity", change, builder.value(x.size), weight=each)
+        mixed.append(builder.add(y, x, y))
+    return mixed
+
+
+def _projected_mixtures(builder: Builder, layer: RWKV4 | RWKV7, mixed: list[Value]) -> list[Value]:
+    """Queries, and keys and values of every head, each projected from its own mixture."""
+    parts = builder.layer_by_parts(mixed, layer.qkv_proj, layer.widths)
+    qkv = builder.value(sum(layer.widths))
+    for y, to in zip(parts, qkv.split(layer.widths), strict=True):
+        builder.apply("identity", y, to)
+    q, k, v = _convolved(builder, layer, qkv)
+    return [q, *(_of_every_head(builder, layer, y) for y in (k, v))]
+
+
+def _rwkv4(builder: Builder, layer: RWKV4, _: Value, mixed: list[Value]) -> Value:
+    r, k, v = _projected_mixtures(builder, layer, mixed)
+    o = builder.average(k, v, -layer.log_pace.detach().float().exp(), layer.bonus)
+    return _gated(builder, o, r, "sigmoid")
+
+
+def _rwkv7(builder: Builder, layer: RWKV7, _: Value, mixed: list[Value]) -> Value:
     H, D = layer.n_heads, layer.head_dim
-    r, f, v, w, a, g = _rwkv7_inputs(builder, layer, x)
+    r, f, v, w, a, g = _rwkv7_inputs(builder, layer, mixed)
     builder.apply("sigmoid", w, scale=-math.exp(-0.5))
     gates = builder.apply("exponential", w)
     builder.apply("sigmoid", a)
@@ -220,24 +253,14 @@ def _rwkv7(builder: Builder, layer: RWKV7, x: Value) -> Value:
     return _gated(builder, builder.add(o, own, o), g, "identity")
 
 
-def _rwkv7_inputs(builder: Builder, layer: RWKV7, x: Value) -> list[Value]:
-    """Project the mixtures of a token and the one before it: r, f and v of every head, and w, a and g."""
-    taps = torch.tensor([1.0, -1.0]).expand(layer.d_model, 2)
-    change = builder.convolve(x, taps, builder.value(x.size), part="last")
-    mixed = []
-    for mix in layer.mix.detach():
-        y = builder.apply("identity", change, builder.value(x.size), weight=mix)
-        mixed.append(builder.add(y, x, y))
-    parts = builder.layer_by_parts(mixed[:3], layer.qkv_proj, layer.widths)
-    qkv = builder.value(sum(layer.widths))
-    for y, to in zip(parts, qkv.split(layer.widths), strict=True):
-        builder.apply("identity", y, to)
-    r, f, v = _convolved(builder, layer, qkv)
+def _rwkv7_inputs(builder: Builder, layer: RWKV7, mixed: list[Value]) -> list[Value]:
+    """Project the mixtures: r, f and v of every head, and w, a and g."""
+    projected = _projected_mixtures(builder, layer, mixed[:3])
     w, a, g = mixed[3:]
     w = builder.layer(builder.apply("tanh", builder.layer(w, layer.decay_down)), layer.decay_up)
     a = builder.layer(builder.layer(a, layer.rate_down), layer.rate_up)
     g = builder.layer(builder.apply("sigmoid", builder.layer(g, layer.gate_down)), layer.gate_up)
-    return [r, *(_of_every_head(builder, layer, y) for y in (f, v)), w, a, g]
+    return [*projected, w, a, g]
 
 
 def _of_every_head(builder: Builder, layer: Layer, x: Value) -> Value:
@@ -299,4 +322,6 @@ _MECHANISMS: dict[type[nn.Module], Callable[[Builder, Any, Value, list[Value]], 
     KimiDeltaAttention: _kda,
     Mamba2: _mamba2,
     RandomFeatureAttention: _rfa,
+    RWKV4: _rwkv4,
+    RWKV7: _rwkv7,
 }

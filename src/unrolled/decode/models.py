@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from unrolled.contract import UnsupportedError
 from unrolled.decode.builder import Builder
 from unrolled.decode.calibration import roundings
-from unrolled.decode.mechanisms import attention
+from unrolled.decode.mechanisms import attention, mixtures
 from unrolled.decode.packing import Weights
 from unrolled.decode.program import Program, Value, require
 from unrolled.models import Decoder
 from unrolled.models.blocks import AttentionBlock, Block, FeedForward
+from unrolled.models.channel_mix import ChannelMix, MixingBlock
 from unrolled.models.embeddings import PixelEmbedding, PositionEmbedding
 from unrolled.models.heads import Categorical, LogisticMixture
 from unrolled.models.stack import Stack
@@ -108,7 +109,7 @@ def _positions(builder: Builder, positions: PositionEmbedding, x: Value) -> None
 
 
 def _block(builder: Builder, block: AttentionBlock, x: Value) -> None:
-    require(block, AttentionBlock, Block)
+    require(block, AttentionBlock, Block, MixingBlock)
     require(block.dropout, Dropout)
     _sublayer(
         builder, block.norm, block.attention_norm, x, lambda y, to: attention(builder, block.attention, y, to)
@@ -117,6 +118,8 @@ def _block(builder: Builder, block: AttentionBlock, x: Value) -> None:
         _sublayer(
             builder, block.norm, block.ff_norm, x, lambda y, to: _feed_forward(builder, block.ff, y, to)
         )
+    elif isinstance(block, MixingBlock):
+        _sublayer(builder, block.norm, block.ff_norm, x, lambda y, to: _channel_mix(builder, block.ff, y, to))
 
 
 def _sublayer(builder: Builder, kind: str, norm: nn.Module, x: Value, layer: Any) -> None:
@@ -140,6 +143,13 @@ def _feed_forward(builder: Builder, ff: FeedForward, x: Value, to: Value) -> Val
         return builder.layer(gate, ff.down, to)
     builder.apply(ff.activation, up)
     return builder.layer(up, ff.down, to)
+
+
+def _channel_mix(builder: Builder, ff: ChannelMix, x: Value, to: Value) -> Value:
+    require(ff, ChannelMix)
+    k, r = mixtures(builder, x, ff.mix, part="previous")
+    up = builder.apply("squared_relu", builder.layer(k, ff.up))
+    return builder.apply("sigmoid", builder.layer(r, ff.gate), to, times=builder.layer(up, ff.down))
 
 
 def _norm(builder: Builder, norm: Any, x: Value, to: Value) -> Value:

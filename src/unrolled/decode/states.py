@@ -16,6 +16,7 @@ from unrolled.decode.memory import PlanState
 from unrolled.decode.program import KEY_BLOCK, Constants, Slot
 from unrolled.models import DecoderState
 from unrolled.ops.packing import valid_tokens_first
+from unrolled.ops.wkv.plain import LOWEST
 
 Fields = dict[str, Tensor]
 Slots = Sequence[Sequence[Slot | Constants]]
@@ -90,6 +91,16 @@ def _read_convolution(slot: "Slot", parts: Fields, after: PlanState) -> None:
 
 def _write_convolution(slot: "Slot", state: PlanState) -> Fields:
     return {slot.part: _part(state.fixed, slot.place, slot.sizes).clone()}
+
+
+def _read_average(slot: "Slot", parts: Fields, after: PlanState) -> None:
+    given = torch.stack([parts["num"], parts["den"], parts["top"]], 1)
+    _part(after.fixed, slot.place, (3, *slot.sizes)).copy_(given)
+
+
+def _write_average(slot: "Slot", state: PlanState) -> Fields:
+    num, den, top = _part(state.fixed, slot.place, (3, *slot.sizes)).unbind(1)
+    return {"num": num.clone(), "den": den.clone(), "top": top.masked_fill(den == 0, LOWEST)}
 
 
 def _sums(slot: "Slot", fixed: Tensor) -> Fields:
@@ -175,12 +186,14 @@ def _write_cache(slot: "Slot", state: PlanState) -> Fields:
 
 _READ: dict[str, Callable[["Slot", Fields, PlanState], None]] = {
     "convolution": _read_convolution,
+    "average": _read_average,
     "recurrence": _read_recurrence,
     "window": _read_window,
     "cache": _read_cache,
 }
 _WRITE: dict[str, Callable[["Slot", PlanState], Fields]] = {
     "convolution": _write_convolution,
+    "average": _write_average,
     "recurrence": _write_recurrence,
     "window": _write_window,
     "cache": _write_cache,

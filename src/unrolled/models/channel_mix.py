@@ -50,7 +50,7 @@ class MixingState(NamedTuple):
     """The state of the attention, and the last input of the feed-forward layer, `[B,1,d_model]`."""
 
     attention: Parts
-    last: Tensor
+    previous: Tensor
 
 
 class MixingBlock(AttentionBlock):
