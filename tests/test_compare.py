@@ -148,6 +148,7 @@ def test_the_command_writes_a_report(tmp_path):
         (["nope"], "attention is 'nope', but must be one of"),
         (["linear", "--against", "luong"], "attention is 'luong', but must be one of"),
         (["linear", "--set", "linear.nope=1"], "invalid options for linear"),
+        (["linear", "--set", "softmax"], "must look like key=value, as in performer.seed=1"),
         (["linear", "--set", "softmax=1"], "must be NAME.KEY=VALUE"),
         (["linear", "--set", "softmax.causal=true"], "which all mechanisms share: use --causal"),
         (

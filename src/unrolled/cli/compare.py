@@ -102,7 +102,7 @@ def compare(
 def _by_mechanism(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
     from unrolled.cli import run_config
 
-    found = run_config.read(None, overrides)
+    found = run_config.read(None, overrides, example="performer.seed=1")
     for name, options in found.items():
         if not isinstance(options, dict):
             raise ValueError(

@@ -75,8 +75,9 @@ def mechanisms(
             check_integers(1, length=length)
         path = Path(f"{draw}.png") if out is None else out
         check_picture(path, "list", force)
+        chosen = run_config.read(None, options or [], example="window=8")
         for tokens in (64, 256, 1024) if length is None else (length,):  # the first that is not dense
-            pattern = pattern_of(draw, tokens, run_config.read(None, options or []), causal=causal)
+            pattern = pattern_of(draw, tokens, chosen, causal=causal)
             pairs = tokens * (tokens + 1) // 2 if causal else tokens * tokens
             dense = int((pattern > 0).sum()) == len(pattern) * pairs
             if not dense:

@@ -136,11 +136,17 @@ class Run:
             raise ValueError(f"run_dir {self.run_dir} cannot be written to: {error.strerror}") from error
 
 
-def read(path: Path | None, overrides: Sequence[str], data_dir: Path | None = None) -> dict[str, Any]:
+def read(
+    path: Path | None,
+    overrides: Sequence[str],
+    data_dir: Path | None = None,
+    *,
+    example: str = "model.n_layers=4",
+) -> dict[str, Any]:
     """Read a YAML file, if there is one, and apply overrides such as `"model.n_layers=4"` in order.
 
     The value of an override is YAML, in which `#` begins no comment. `data_dir` overrides `data.data_dir`,
-    after all others.
+    after all others. The message for an override without `=` shows `example`.
 
     Raises:
         ValueError: the file is not a YAML mapping, or an override has no `=` or sets a part of a value that
@@ -153,7 +159,7 @@ def read(path: Path | None, overrides: Sequence[str], data_dir: Path | None = No
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
-            raise ValueError(f"override {override!r} must look like key=value, as in model.n_layers=4")
+            raise ValueError(f"override {override!r} must look like key=value, as in {example}")
         *sections, last = key.split(".")
         target = values
         for section in sections:
