@@ -55,6 +55,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], int, tuple[str, Any] | None]] = {
     ),
     "Mamba2": ({"hidden_size": 1024, "num_heads": 32, "head_dim": 64, "n_groups": 1}, 32, None),
     "Mamba": ({"hidden_size": 1024}, 32, None),
+    "Rwkv": ({"hidden_size": 1024, "rescale_every": 0}, 24, None),
     "FalconH1": (
         WIDE | SSD | {"intermediate_size": 2048, "mamba_d_ssm": 1536, "mamba_n_heads": 24},
         16,

@@ -10,8 +10,8 @@ first token.
 
 Peng et al. 2023, "RWKV: Reinventing RNNs for the Transformer Era", arXiv 2305.13048, section 3.1 and appendix
 D, where mu is 1 - mu and the pace is w. The published model has no biases (`bias=False`), and its
-feed-forward layers are those of the models here with `activation="channel_mix"`. It is AFT-conv with biases
-that fall with the distance (`unrolled.attention.aft`).
+feed-forward layers are those of the models here with `activation="channel_mix"`. It is AFT
+(`unrolled.attention.aft`) with biases that fall linearly with the distance, at one slope per channel.
 
 Cost for d = n_heads head_dim channels: in training time and memory O(T d); per generated token time, memory
 and state O(d).
