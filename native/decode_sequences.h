@@ -4,9 +4,10 @@
 // CONVOLVE: to_c = sum_l weights[l, c] x_c(t - l) for n channels c of `first` and `window` taps. State: the
 // last inputs [window - 1, n], the latest last.
 //
-// AVERAGE: o = (num + exp(k + u) v) / (den + exp(k + u)); then num <- exp(d) num + exp(k) v, and den <- exp(d)
-// den + exp(k). It has n channels, with k at `first`, v at `second`, d in `weights` and u in `bias`. State:
-// num / exp(m), den / exp(m) and m, [n] each, where m is the largest exponent so far, decayed by d per token.
+// AVERAGE: o = (num + exp(k + u) v) / (den + exp(k + u)); then num <- exp(d) num + exp(k) v, and den <-
+// exp(d) den + exp(k). It has n channels, with k at `first`, v at `second`, d in `weights` and u in `bias`.
+// State: num / exp(m), den / exp(m) and m, [n] each, where m is the largest exponent so far, decayed by d per
+// token.
 //
 // RECUR: S <- diag(a) S + k v^T, then o = scale S^T q, for each of `groups` states [features, values] and the
 // `heads` / `groups` query heads that read it. The gates a are those of the `kind`; q, k, v are at `first`,
@@ -71,9 +72,10 @@ inline void average(const Instruction& x, const SequenceRow& s, Share channels) 
         const Vec num = load_first(nums + c, left), den = load_first(dens + c, left);
         // A sum of no tokens is 0, and has no largest exponent.
         const Vec m = select(den > Vec{}, load_first(tops + c, left), broadcast(LOWEST_EXPONENT));
-        const Vec own = k + load_first(x.bias + c, left), faded = m + load_first(x.weights + c, left);
-        const Vec peak = max(m, own), top = max(faded, k);
-        Vec factors[] = {m - peak, own - peak, faded - top, k - top};
+        const Vec d = load_first(x.weights + c, left), own = (k - m) + load_first(x.bias + c, left);
+        const Vec peak = max(own, Vec{}), top = max(m + d, k);
+        // m - top is exact where m + d was rounded, so that the rounding does not change the decay.
+        Vec factors[] = {-peak, own - peak, (m - top) + d, k - top};
         exp_of_negative(factors);
         const auto [kept, added, decay, weight] = factors;
         store_first(s.row.to(x) + c, left, (kept * num + added * v) / (kept * den + added));
