@@ -135,6 +135,31 @@ struct SelectiveScanGradients {
     float *d_dt, *d_a, *d_state;  // results, contiguous
 };
 
+// The weighted averages of RWKV-4: for every channel o_t = (exp(k_t + u) v_t + num) / (exp(k_t + u) + den),
+// with the sums num and den over earlier tokens, which decay by exp(d) per token. A state has both times
+// exp(-m), and m. `offsets` as in `Linear`. No tensor has an axis of heads.
+struct Wkv {
+    int64_t sequences, tokens, channels;
+    int32_t type, threads;
+    const int32_t* offsets;
+    const uint8_t* padding;          // [batch, tokens], 1 for a padded token, which changes nothing; or null
+    Tensor k, v;                     // [batch, tokens, channels], 0 at padding
+    const float *log_decay, *bonus;  // d, at most 0, and u, [channels]
+    const float* state;              // before the first token, [sequences, 3, channels]
+};
+
+struct WkvOutputs {
+    void* o;       // [batch, tokens, channels]
+    float* state;  // after the last token
+};
+
+struct WkvGradients {
+    Tensor o;                                // gradient of the output
+    const float* state;                      // gradient of the final state; that of m is not read
+    void *d_k, *d_v;                         // results, contiguous, in the type of the inputs
+    float *d_log_decay, *d_bonus, *d_state;  // results, contiguous
+};
+
 struct LinearStep {
     int64_t batch, heads, groups, features, values;
     int32_t type, normalize, threads, feature_map;

@@ -9,10 +9,10 @@ from unrolled.ops.dispatch import choose
 from unrolled.ops.observing import transforming
 from unrolled.ops.operators import register
 from unrolled.ops.precision import promoted
-from unrolled.ops.wkv import plain
+from unrolled.ops.wkv import native, plain
 from unrolled.ops.wkv.plain import Inputs
 
-BACKENDS = {"plain": plain}  # the fastest first
+BACKENDS = {"native": native, "plain": plain}  # the fastest first
 
 
 def wkv(inputs: Inputs, padding: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
