@@ -1,8 +1,9 @@
 """The averages of RWKV-4 in plain PyTorch: a parallel scan over some tokens at a time.
 
-The sums before and after token t are scaled by exp(-m) with m_t = max_{j <= t} (k_j + (t - j) d). Both follow
-S_t = exp(m_{t-1} + d - m_t) S_{t-1} + exp(k_t - m_t) [v_t, 1], in which no factor is above 1. Packed sequences
-of similar lengths run together, padded on the right.
+The sums before and after token t are scaled by exp(-m) with m_t = max_{j <= t} (k_j + (t - j) d). They follow
+S_t = exp(m_{t-1} - m_t + d) S_{t-1} + exp(k_t - m_t) [v_t, 1], in which no factor is above 1. If m_{t-1} + d
+came first, its rounding would change the decay. Packed sequences of similar lengths run together, padded on
+the right.
 """
 
 from typing import NamedTuple
@@ -57,8 +58,8 @@ def backward(
 
 
 def _scan(inputs: Inputs, padding: Tensor | None) -> tuple[Tensor, Tensor]:
-    state = inputs.state
-    k, v, log_decay, bonus = (x.to(state.dtype) for x in inputs[:4])
+    k, v, log_decay, bonus = (x.to(inputs.state.dtype) for x in inputs[:4])
+    state = torch.cat([inputs.state[:, :2], inputs.state[:, 2:].detach()], dim=1)
     valid = None if padding is None else ~padding.unsqueeze(-1)
     os = [v[:, :0]]
     for first in range(0, k.shape[1], CHUNK):
@@ -77,7 +78,7 @@ def _scan_piece(
     tops = _tops(k.detach(), log_decay.detach(), first_top, valid)
     before, after = tops[:, :-1], tops[:, 1:]
     steps = log_decay.expand(k.shape[1], -1) if valid is None else log_decay * valid
-    decays = (before + steps - after).exp().unsqueeze(2)
+    decays = (before - after + steps).exp().unsqueeze(2)
     weights = (k - after).exp()
     if valid is not None:
         weights = weights.masked_fill(~valid, 0)
@@ -85,9 +86,9 @@ def _scan_piece(
     begun = torch.cat([decays[:, :1] * sums.unsqueeze(1) + added[:, :1], added[:, 1:]], dim=1)
     all_sums = torch.cat([sums.unsqueeze(1), linear_scan(decays, begun)], dim=1)
 
-    own_weight = k + bonus
-    peak = torch.maximum(before, own_weight.detach())
-    own, kept = (own_weight - peak).exp(), (before - peak).exp()
+    ahead = k - before + bonus
+    peak = ahead.detach().clamp(min=0)
+    own, kept = (ahead - peak).exp(), (-peak).exp()
     num, den = all_sums[:, :-1].unbind(2)
     o = (kept * num + own * v) / (kept * den + own)
     if valid is not None:
