@@ -22,6 +22,7 @@ from unrolled.ops.linear import LinearState, linear_attention, linear_attention_
 from unrolled.ops.softmax import softmax_attention
 from unrolled.ops.state import leaves, map_tensors, select
 from unrolled.ops.window import window_attention
+from unrolled.ops.wkv import wkv, wkv_step
 
 NOT_A_NUMBER: list[Any] = ["x", "", None, float("nan"), True, [1], {}, (), torch.ones(2), 1j]
 WRONG = {
@@ -51,6 +52,7 @@ def operations() -> dict[str, Call]:
     logits = normal(B, 7)
     rule = {"a": normal(B, T, H, D), "b": normal(B, T, H, D), "log_decay": gate}
     rule_step = {name: x[:, 0] for name, x in rule.items()}
+    averages = {"log_decay": -normal(D).abs(), "bonus": normal(D), "state": normal(B, 3, D).exp()}
     return {
         "linear_attention": (linear_attention, {**positive, **masks, "state": state}),
         "linear_attention_step": (linear_attention_step, {**step, "state": state}),
@@ -64,6 +66,8 @@ def operations() -> dict[str, Call]:
         "softmax_attention": (softmax_attention, {**qkv, **masks, "scale": 0.5}),
         "softmax_attention with a mask": (softmax_attention, qkv | {"attn_mask": torch.ones(T, T).bool()}),
         "window_attention": (window_attention, {**qkv, "window_size": (2, 0), "key_padding_mask": padding()}),
+        "wkv": (wkv, {"k": normal(B, T, D), "v": normal(B, T, D), **averages, "key_padding_mask": padding()}),
+        "wkv_step": (wkv_step, {"k": normal(B, D), "v": normal(B, D), **averages}),
         "temperature": (sampling.temperature, {"logits": logits, "value": 0.5}),
         "top_k": (sampling.top_k, {"logits": logits, "k": 2}),
         "top_p": (sampling.top_p, {"logits": logits, "p": 0.5}),

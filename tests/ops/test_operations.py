@@ -16,6 +16,7 @@ from unrolled.ops.linear import LinearState, linear_attention_step
 from unrolled.ops.packing import unpack
 from unrolled.ops.selective_scan import selective_scan, selective_scan_step
 from unrolled.ops.window import operator
+from unrolled.ops.wkv import wkv, wkv_step
 
 
 def diagonal(q: Tensor, k: Tensor, v: Tensor, **masks: Tensor) -> Tensor:
@@ -79,6 +80,7 @@ def on_devices(T: int) -> list[tuple[str, Callable[..., object], dict[str, Tenso
     step = {name: y[:, 0] for name, y in qkv.items()}
     tokens = {"x": row, "dt": row, "b": row, "c": row}
     scan = {**tokens, "a": -x[0, 0, :, :2], "state": kv[:, :, :2, 0]}
+    averages = {"k": row, "v": row, "log_decay": -row[0, 0], "bonus": row[0, 0], "state": kv[:, 0, :3, :2]}
     return [
         ("linear", partial(linear_attention, causal=True, return_state=True), qkv | linear_state),
         ("linear step", linear_attention_step, step | linear_state),
@@ -90,6 +92,8 @@ def on_devices(T: int) -> list[tuple[str, Callable[..., object], dict[str, Tenso
         ("dplr step", dplr_step, step | {"a": x[:, 0], "b": x[:, 0], "log_decay": -x[:, 0], "state": kv}),
         ("selective scan", selective_scan, scan),
         ("selective scan step", selective_scan_step, {**scan, **{name: scan[name][:, 0] for name in tokens}}),
+        ("wkv", wkv, averages),
+        ("wkv step", wkv_step, averages | {"k": row[:, 0], "v": row[:, 0]}),
     ]
 
 

@@ -13,6 +13,7 @@ from unrolled.attention.retention import log_gamma, retention
 from unrolled.ops.gla import diagonal_linear_attention
 from unrolled.ops.linear import linear_attention
 from unrolled.ops.selective_scan import selective_scan
+from unrolled.ops.wkv import wkv
 
 
 def test_fla_naive_retention():
@@ -83,3 +84,17 @@ def test_hugging_face_selective_scan_of_mamba():
     ours, after = selective_scan(x, dt, a, b, c)
     assert_all_agree(ours, theirs.mT, inputs, "selective scan of Mamba", library="transformers 5.24.0")
     assert_agree(after, theirs_after, "selective scan of Mamba, state", library="transformers 5.24.0")
+
+
+def test_hugging_face_averages_of_rwkv_4():
+    """Its decays are the logarithms of ours, negated."""
+    rwkv = pytest.importorskip("transformers.models.rwkv.modeling_rwkv")
+    generator = torch.Generator().manual_seed(1)
+    sizes = ((2, 150, 6), (2, 150, 6), (6,), (6,))
+    inputs = [torch.randn(size, generator=generator).requires_grad_() for size in sizes]
+    k, v, rates, bonus = inputs
+    theirs, theirs_after = rwkv.rwkv_linear_attention_cpu(rates, bonus, k, v, return_state=True)
+    ours, after = wkv(k, v, -rates.exp(), bonus)
+    assert_all_agree(ours, theirs, inputs, "averages of RWKV-4", library="transformers 5.24.0")
+    theirs_after = torch.stack(theirs_after, dim=1)
+    assert_agree(after, theirs_after, "averages of RWKV-4, state", library="transformers 5.24.0")
