@@ -59,7 +59,7 @@ template <int N>
 __attribute__((always_inline)) inline void weigh(const Vec (&x)[N], Vec (&older)[N], Vec (&newer)[N]) {
     Vec e[N];
 #pragma GCC unroll 16
-    for (int j = 0; j < N; ++j) e[j] = select(x[j] > Vec{}, -x[j], x[j]);
+    for (int j = 0; j < N; ++j) e[j] = (Vec)((BitVec)x[j] | 0x80000000u);  // -|x|
     exp_of_negative(e);
 #pragma GCC unroll 16
     for (int j = 0; j < N; ++j) {

@@ -101,7 +101,7 @@ def wkv_step(k: Tensor, v: Tensor, log_decay: Tensor, bonus: Tensor, state: Tens
     for name, each in (("k", k), ("v", v)):
         check_tensor(name, each)
     inputs = _checked(k.unsqueeze(1), v.unsqueeze(1), log_decay, bonus, state)
-    o, after = operator.wkv(inputs, None, None)
+    o, after = operator.wkv_step(inputs)
     return o.squeeze(1).to(v.dtype), after
 
 

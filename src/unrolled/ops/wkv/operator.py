@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from unrolled.ops.dispatch import choose
-from unrolled.ops.observing import transforming
+from unrolled.ops.dispatch import choose, prefers
+from unrolled.ops.observing import inferring, transforming
 from unrolled.ops.operators import register
 from unrolled.ops.precision import promoted
 from unrolled.ops.wkv import native, plain
@@ -17,12 +17,27 @@ BACKENDS = {"native": native, "plain": plain}  # the fastest first
 
 def wkv(inputs: Inputs, padding: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute `o` and the state after the last token, for checked inputs."""
-    k, v = promoted(inputs.k, inputs.v)
-    inputs = inputs._replace(k=k, v=v)
+    inputs = _promoted(inputs)
     if transforming() or _chosen(inputs) is plain:
         return plain.forward(inputs, padding, cu_seqlens)
     o, after = _operator(*inputs, padding, cu_seqlens)
     return o, after
+
+
+def wkv_step(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Compute `o` and the new state for one checked token.
+
+    Dispatching the operator takes longer than the kernel, so eager inference calls the kernel itself.
+    """
+    inputs = _promoted(inputs)
+    if inferring(*inputs) and prefers("native") and native.supports(inputs):
+        return native.forward(inputs, None, None)
+    return wkv(inputs, None, None)
+
+
+def _promoted(inputs: Inputs) -> Inputs:
+    k, v = promoted(inputs.k, inputs.v)
+    return inputs._replace(k=k, v=v)
 
 
 def _chosen(inputs: Inputs) -> ModuleType:
