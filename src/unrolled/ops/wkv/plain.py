@@ -17,7 +17,9 @@ from unrolled.ops.packing import length_buckets, put_tokens
 from unrolled.ops.scan import linear_scan
 
 CHUNK = 256
-"""How many tokens are scanned at a time."""
+"""How many tokens are scanned at a time on a CPU, so that they stay in the cache."""
+LARGE_CHUNK = 4096
+"""The same on other devices, where many small operations take longer than a few large ones."""
 LOWEST = -1e30
 """A number below every k, but finite, so that it can be subtracted from itself."""
 
@@ -61,9 +63,9 @@ def _scan(inputs: Inputs, padding: Tensor | None) -> tuple[Tensor, Tensor]:
     k, v, log_decay, bonus = (x.to(inputs.state.dtype) for x in inputs[:4])
     state = torch.cat([inputs.state[:, :2], inputs.state[:, 2:].detach()], dim=1)
     valid = None if padding is None else ~padding.unsqueeze(-1)
-    os = [v[:, :0]]
-    for first in range(0, k.shape[1], CHUNK):
-        piece = slice(first, first + CHUNK)
+    os, chunk = [v[:, :0]], CHUNK if k.is_cpu else LARGE_CHUNK
+    for first in range(0, k.shape[1], chunk):
+        piece = slice(first, first + chunk)
         counted = None if valid is None else valid[:, piece]
         o, state = _scan_piece(k[:, piece], v[:, piece], log_decay, bonus, state, counted)
         os.append(o)
