@@ -37,7 +37,7 @@ from torch.nn.functional import pad
 
 from unrolled.attention._options import GENERAL
 from unrolled.attention._packed import attend_packed
-from unrolled.attention.aft.averages import LOWEST, Keys, OldSums, average_causal, average_reference, with_old
+from unrolled.attention.aft.averages import Keys, OldSums, average_causal, average_reference, with_old
 from unrolled.attention.aft.biases import BIASES, Sizes
 from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttention
 from unrolled.contract import UnsupportedError
@@ -47,6 +47,7 @@ from unrolled.ops.options import check_choice, check_integers
 from unrolled.ops.packing import reorder, valid_first
 from unrolled.ops.precision import accumulation_dtype, without_autocast
 from unrolled.ops.state_checks import CONSTANT
+from unrolled.ops.wkv.plain import LOWEST
 
 
 class AFTState(NamedTuple):
@@ -231,7 +232,7 @@ class AFT(MultiHeadAttention[AFTState, None]):
         kept = min(W + T, max(0, self.window - 1))
         left = (W + seen - kept).unsqueeze(1)
         recent = (left + torch.arange(kept, device=k.device)).clamp(min=0)
-        k_max, sums = (reorder(x, left.clamp(min=0)).squeeze(1) for x in after)
+        k_max, sums = (reorder(x, left.clamp(0, x.shape[1] - 1)).squeeze(1) for x in after)
         state = AFTState(reorder(keys.k, recent), reorder(keys.v, recent), k_max, sums, state.position + seen)
         return self._gated(q, heads.v, average), state
 

@@ -32,8 +32,9 @@ from torch.nn.functional import pad
 from unrolled.ops.linear.chunked import safe_divide
 from unrolled.ops.observing import may_read
 from unrolled.ops.scan import linear_scan
+from unrolled.ops.wkv import wkv
+from unrolled.ops.wkv.plain import LOWEST
 
-LOWEST = -1e30  # below every key, but finite, so that it can be subtracted from itself
 FEW = 16  # tokens
 
 Pairs = tuple[Tensor, Tensor]
@@ -86,13 +87,15 @@ def average_causal(
 
     Returns:
         `[B,L-first,H,M]`, and the sums over the old keys and the first 0, 1, ... new keys, up to the last
-        new key that is outside the window of the next token.
+        new key that is outside the window of the next token. Without a window, only the last of these sums.
     """
+    if window == 0:
+        return _average_without_biases(keys, old)
     # Keys outside the window: a scan over the scaled sums.
     keys, k, values = _prepared(keys)
     L = k.shape[1]
     top = torch.maximum(k.detach().cummax(1).values, old.k_max.unsqueeze(1))
-    leaving = max(0, L - max(0, window - 1))
+    leaving = max(0, L - window + 1)
     before = torch.cat([old.k_max.unsqueeze(1), top[:, :leaving]], dim=1)
     gates = (before[:, :-1] - before[:, 1:]).exp().unsqueeze(-2)
     added = (k - top)[:, :leaving].exp().unsqueeze(-2) * values[:, :leaving]
@@ -103,8 +106,6 @@ def average_causal(
     left = torch.arange(first, L, device=k.device) + 1 - window  # number of keys before each window
     far = passed.index_select(1, left.clamp(min=0)).masked_fill((left < 0).view(-1, 1, 1, 1), 0)
     far = far * (before.index_select(1, left.clamp(min=0)) - top[:, first:]).exp().unsqueeze(-2)
-    if window == 0:
-        return _divided(far), after
     # Keys inside the window, by halves or by the definition.
     if L <= FEW:
         return _explicit(keys, bias, window, old, True)[:, first:], after
@@ -114,6 +115,16 @@ def average_causal(
         return _explicit(keys, bias, window, old, True)[:, first:], after
     far = far * (-peak).exp()[..., None, None]
     return _divided(near[:, first:] + far), after
+
+
+def _average_without_biases(keys: Keys, old: OldSums) -> tuple[Tensor, OldSums]:
+    """Average all keys so far, and the old ones: weighted averages without a decay."""
+    k, v = keys.k.flatten(2), keys.v.flatten(2)
+    zeros, padding = k.new_zeros(k.shape[2]), None if keys.valid is None else ~keys.valid
+    state = torch.cat([old.sums.transpose(1, 2), old.k_max.unsqueeze(1)], dim=1)
+    o, after = wkv(k, v, zeros, zeros, key_padding_mask=padding, state=state.flatten(2))
+    after = after.view(state.shape).unsqueeze(1)
+    return o.view(keys.v.shape), OldSums(after[:, :, 2], after[:, :, :2].transpose(2, 3))
 
 
 def average_bidirectional(keys: Keys, bias: Bias, window: int) -> Tensor:
