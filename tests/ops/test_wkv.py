@@ -214,6 +214,18 @@ def test_steps_and_pieces_continue_the_sequence(dtype):
     torch.testing.assert_close(between, after)
 
 
+def test_a_step_has_the_gradients_of_a_sequence_of_one_token():
+    k, v, *others = inputs(2, 1, 5, dtype=torch.float32)
+
+    def step(k, v, log_decay, bonus, *, state):
+        o, after = wkv_step(k[:, 0], v[:, 0], log_decay, bonus, state)
+        return o.unsqueeze(1), after
+
+    given = [k, v, *others]
+    for ours, theirs in zip(results(step, given), results(wkv, given), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_the_first_token_alone_is_its_value():
     k, v, log_decay, bonus, _ = inputs(2, 3, 5, dtype=torch.float32)
     o, _ = wkv(k, v, log_decay, bonus)
