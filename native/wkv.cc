@@ -4,20 +4,20 @@
 //     num_t = exp(d) num_(t-1) + exp(k_t) v_t       den_t = exp(d) den_(t-1) + exp(k_t)
 //
 // Both sums are kept times exp(-m_t) with m_t = max(m_(t-1) + d, k_t). Of two weights that are added, the
-// larger is then exp(0), so that one exponential suffices for both. Always rounding m + d the same way would
-// change the decay, by 1e-4 of it where d is small. So what the rounding lost is kept beside m, and added the
-// next time.
+// larger is then exp(0), so one exponential suffices for both. Where d is small, m + d would be rounded the
+// same way for many tokens, which changes the decay. So what the rounding lost is kept beside m, and added to
+// the next d.
 //
 // The lanes of a vector are channels, so nothing is summed across lanes. A task takes a block of channels of
-// a sequence, in chunks of tokens whose rows stay in the first-level cache as floats.
+// a sequence, in chunks of tokens whose rows stay in the first-level cache.
 //
-// Backward, with e_old and e_own the weights in o_t divided by their sum, and a and w those of num_t:
+// Backward, with e_old and e_own the weights in o_t over their sum, and a and w the factors of num_(t-1) and
+// v_t in num_t:
 // 1. Keep the sums before each chunk.
-// 2. From the last chunk to the first, compute its sums and weights anew, keep them, and then, token by
-// token,
-//    with the gradients n of num_t and s of den_t, and m a constant:
+// 2. From the last chunk to the first, compute its sums and weights anew, keep them, and then go through its
+//    tokens backwards, with n and s the gradients of num_t and den_t. In these, m counts as a constant.
 //    dv = e_own dy + w n
-//    du = e_own dy (v - y) and dk = du + w (n v + s)
+//    du = e_own dy (v - y), summed over the tokens, and dk = e_own dy (v - y) + w (n v + s)
 //    dd = a (n num_(t-1) + s den_(t-1)), summed over the tokens
 //    n_(t-1) = a n + e_old dy and s_(t-1) = a s - e_old dy y
 // 3. Sum the gradients of d and u over the sequences.
@@ -78,7 +78,8 @@ struct Weights {
     Vec older, newer;
 };
 
-// Some channels of a sequence. Rows are `CHANNELS` long; beyond the channels of the problem they are 0.
+// Some channels of a sequence. Rows of tokens are used in place if they are floats in whole vectors, without
+// padding. Otherwise they are copied to rows of `CHANNELS` floats, which are 0 beyond the problem's channels.
 class Block {
   public:
     Block(const Wkv& x, const Place& s, Int index, Workspace& memory)
@@ -87,13 +88,14 @@ class Block {
           state(memory.zeros(SIZE)),
           x_(x),
           s_(s),
+          in_place_(x.type == FLOAT32 && channels % LANES == 0 && !x.padding),
           decays_(memory.zeros(CHANNELS)),
           bonuses_(memory.zeros(CHANNELS)),
-          keys_(memory.zeros(rows())),
-          values_(memory.zeros(rows())) {}
+          copied_keys_(memory.zeros(copied())),
+          copied_values_(memory.zeros(copied())) {}
 
-    // The number of floats of an array of rows of a chunk.
-    Int rows() const { return min(TOKENS, s_.length) * CHANNELS; }
+    // The number of floats of an array for copies of the rows of a chunk.
+    Int copied() const { return in_place_ ? 0 : min(TOKENS, s_.length) * CHANNELS; }
 
     void begin() {
         read_row(FLOAT32, x_.log_decay + channel, channels, decays_);
@@ -113,23 +115,28 @@ class Block {
     // Begins a chunk at token `first` of the sequence, and returns how many of its tokens count.
     Int read(Int first) {
         first_ = first, end_ = min(first + TOKENS, s_.length);
-        read_rows(x_.k, keys_);
-        return read_rows(x_.v, values_);
-    }
-    // Reads rows of the tokens of the chunk that count.
-    Int read_rows(const Tensor& tensor, float* to) const {
+        keys_ = rows(x_.k, copied_keys_), values_ = rows(x_.v, copied_values_);
         Int n = 0;
-        for (Int t = first_; t < end_; ++t)
-            if (!padded(t)) read_row(x_.type, at(tensor, t), channels, to + CHANNELS * n++);
+        for (Int t = first_; t < end_; ++t) n += !padded(t);
         return n;
     }
-    // Writes them to a contiguous tensor, and zeros at padding.
-    void write_rows(const float* from, void* to) const {
-        const Int size = size_of(x_.type);
-        for (Int t = first_; t < end_; ++t) {
-            char* const row = (char*)to + (token(t) * x_.channels + channel) * size;
-            if (padded(t)) std::memset(row, 0, (size_t)(channels * size));
-            else write_row(x_.type, from, channels, row), from += CHANNELS;
+    // The rows of the tokens of the chunk that count, of a tensor to read or of a contiguous one to write.
+    // Rows that are not written in place are written to `copies`, and then by `write`.
+    Rows rows(const Tensor& tensor, float* copies) const {
+        if (in_place_) return {(float*)at(tensor, first_), tensor.token};
+        float* to = copies;
+        for (Int t = first_; t < end_; ++t)
+            if (!padded(t)) read_row(x_.type, at(tensor, t), channels, to), to += CHANNELS;
+        return {copies, CHANNELS};
+    }
+    Rows rows(void* result, float* copies) const {
+        return in_place_ ? Rows{(float*)at(result, first_), x_.channels} : Rows{copies, CHANNELS};
+    }
+    // Writes copies of rows, and zeros at padding.
+    void write(Rows from, void* result) const {
+        for (Int t = first_; t < end_ && !in_place_; ++t) {
+            if (padded(t)) std::memset(at(result, t), 0, (size_t)(channels * size_of(x_.type)));
+            else write_row(x_.type, from.data, channels, at(result, t)), from.data += CHANNELS;
         }
     }
     // Lets `advance` request the chunk at `first`, if there is one, of the inputs and of `d_o`.
@@ -146,15 +153,13 @@ class Block {
         prefetcher_.spread_over(ceil_div(channels, LANES) * (end_ - first_));
     }
 
-    Vec key(Int i, Int lane) const { return load(keys_ + i * CHANNELS + lane); }
-    Vec value(Int i, Int lane) const { return load(values_ + i * CHANNELS + lane); }
-
     // Moves the sums of some lanes past n tokens. With AVERAGES, calls `f(i, j, v, sums, own, next)` for the
     // value v of each token i and vector j: with the sums before the token, and the weights in its average
     // and in the next sums.
     template <bool AVERAGES, typename F>
     void advance(Int n, Int lane, F&& f) {
         constexpr int N = SIDE_BY_SIDE;
+        const Rows keys = keys_, values = values_;
         Sums sums[N];
         Vec d[N], u[N];
         for (int j = 0; j < N; ++j) {
@@ -169,7 +174,7 @@ class Block {
 #pragma GCC unroll 16
             for (int j = 0; j < N; ++j) {
                 Vec &m = sums[j].m, &rest = sums[j].rest;
-                const Vec k = key(i, lane + j * WIDTH), step = d[j] + rest, decayed = m + step;
+                const Vec k = load(row(keys, i) + lane + j * WIDTH), step = d[j] + rest, decayed = m + step;
                 const Vec lost = (m - decayed) + step;
                 if constexpr (AVERAGES) x[N + j] = (k - m) + (u[j] - rest);
                 x[j] = (k - decayed) - lost;
@@ -178,7 +183,7 @@ class Block {
             weigh(x, older, newer);
 #pragma GCC unroll 16
             for (int j = 0; j < N; ++j) {
-                const Vec v = value(i, lane + j * WIDTH);
+                const Vec v = load(row(values, i) + lane + j * WIDTH);
                 const Weights next = {older[j], newer[j]};
                 if constexpr (AVERAGES) f(i, j, v, sums[j], Weights{older[N + j], newer[N + j]}, next);
                 sums[j].num = sums[j].num * next.older + next.newer * v;
@@ -202,10 +207,15 @@ class Block {
     const char* at(const Tensor& tensor, Int t) const {
         return address(tensor, x_.type, s_.batch, s_.first + t, 0) + channel * size_of(x_.type);
     }
+    char* at(void* result, Int t) const {
+        return (char*)result + (token(t) * x_.channels + channel) * size_of(x_.type);
+    }
 
     const Wkv& x_;
     const Place s_;
-    float *const decays_, *const bonuses_, *const keys_, *const values_;
+    const bool in_place_;
+    float *const decays_, *const bonuses_, *const copied_keys_, *const copied_values_;
+    Rows keys_{}, values_{};
     Int first_ = 0, end_ = 0;
     Prefetcher prefetcher_;
 };
@@ -213,21 +223,22 @@ class Block {
 Status forward(const Wkv& x, const WkvOutputs& out, const Place& s, Int index) {
     Workspace memory;
     Block block(x, s, index, memory);
-    float* const o = memory.floats(block.rows());
+    float* const copies = memory.floats(block.copied());
     if (memory.failed()) return OUT_OF_MEMORY;
     block.begin();
     for (Int t = 0; t < s.length; t += TOKENS) {
         const Int n = block.read(t);
         block.expect(t + TOKENS);
+        const Rows o = block.rows(out.o, copies);
         for (Int lane = 0; lane < block.channels; lane += LANES)
             block.advance<true>(n, lane,
                                 [&](Int i, int j, Vec v, const Sums& sums, Weights own, Weights)
                                     __attribute__((always_inline)) {
                                         const Vec total = own.older * sums.den + own.newer;
-                                        store(o + i * CHANNELS + lane + j * WIDTH,
+                                        store(row(o, i) + lane + j * WIDTH,
                                               (own.older * sums.num + own.newer * v) / total);
                                     });
-        block.write_rows(o, out.o);
+        block.write(o, out.o);
     }
     for (Int lane = 0; lane < block.channels; lane += WIDTH)
         for (Int i = 0; i < 2; ++i) {
@@ -249,11 +260,10 @@ class BlockGradients {
           d_state_(memory.zeros(ROWS * CHANNELS)),
           d_decays_(memory.zeros(CHANNELS)),
           d_bonuses_(memory.zeros(CHANNELS)),
-          d_o_(memory.zeros(block_.rows())),
-          d_k_(memory.floats(block_.rows())),
-          d_v_(memory.floats(block_.rows())) {
-        for (float*& each : saved_) each = memory.floats(TOKENS * LANES);
-    }
+          d_o_(memory.zeros(block_.copied())),
+          d_k_(memory.floats(block_.copied())),
+          d_v_(memory.floats(block_.copied())),
+          saved_(memory.floats(TOKENS * COUNT * LANES)) {}
 
     // Adds to the rows d_log_decay and d_bonus of all channels.
     void run(float* d_log_decay, float* d_bonus) {
@@ -285,67 +295,68 @@ class BlockGradients {
 
     void chunk(Int t) {
         const Int n = block_.read(t);
-        block_.read_rows(out_.o, d_o_);
+        const Rows d_o = block_.rows(out_.o, d_o_);
+        const Rows d_k = block_.rows(out_.d_k, d_k_), d_v = block_.rows(out_.d_v, d_v_);
         block_.expect(t - TOKENS, &out_.o);
         std::memcpy(block_.state, kept(t), (size_t)Block::SIZE * 4);
         for (Int lane = 0; lane < block_.channels; lane += LANES) {
-            replay(n, lane);
-            for (int j = 0; j < SIDE_BY_SIDE; ++j) reverse(n, lane, j);
+            replay(n, lane, d_o, d_k, d_v);
+            for (int j = 0; j < SIDE_BY_SIDE; ++j) reverse(n, lane + j * WIDTH, saved_ + j * WIDTH, d_k, d_v);
         }
-        block_.write_rows(d_k_, out_.d_k);
-        block_.write_rows(d_v_, out_.d_v);
+        block_.write(d_k, out_.d_k);
+        block_.write(d_v, out_.d_v);
     }
 
     // The sums and weights of a chunk, and the gradients by way of what the average has of its own token.
-    void replay(Int n, Int lane) {
+    void replay(Int n, Int lane, Rows d_o, Rows d_k, Rows d_v) {
+        float* const saved = saved_;
         Vec d_u[SIDE_BY_SIDE] = {};
-        block_.advance<true>(
-            n, lane,
-            [&](Int i, int j, Vec v, const Sums& sums, Weights own, Weights next)
-                __attribute__((always_inline)) {
-                    const Int at = i * CHANNELS + lane + j * WIDTH;
-                    const Vec share = broadcast(1) / (own.older * sums.den + own.newer);
-                    const Vec y = (own.older * sums.num + own.newer * v) * share;
-                    const Vec d_y = load(d_o_ + at) * share, d_v = own.newer * d_y, d_k = d_v * (v - y);
-                    store(d_v_ + at, d_v), store(d_k_ + at, d_k);
-                    d_u[j] += d_k;
-                    const Vec d_num = own.older * d_y;
-                    store(saved(NUM, i, j), sums.num), store(saved(DEN, i, j), sums.den);
-                    store(saved(OLDER, i, j), next.older), store(saved(NEWER, i, j), next.newer);
-                    store(saved(D_NUM, i, j), d_num), store(saved(D_DEN, i, j), d_num * y);
-                });
+        block_.advance<true>(n, lane,
+                             [&](Int i, int j, Vec v, const Sums& sums, Weights own,
+                                 Weights next) __attribute__((always_inline)) {
+                                 const Int at = lane + j * WIDTH;
+                                 const Vec share = broadcast(1) / (own.older * sums.den + own.newer);
+                                 const Vec y = (own.older * sums.num + own.newer * v) * share;
+                                 const Vec d_y = load(row(d_o, i) + at) * share, by_own = own.newer * d_y;
+                                 const Vec through = by_own * (v - y), d_num = own.older * d_y;
+                                 store(row(d_v, i) + at, by_own), store(row(d_k, i) + at, through);
+                                 d_u[j] += through;
+                                 float* const to = saved + i * COUNT * LANES + j * WIDTH;
+                                 store(to + NUM * LANES, sums.num), store(to + DEN * LANES, sums.den);
+                                 store(to + OLDER * LANES, next.older), store(to + NEWER * LANES, next.newer);
+                                 store(to + D_NUM * LANES, d_num), store(to + D_DEN * LANES, d_num * y);
+                                 store(to + VALUE * LANES, v);
+                             });
         for (int j = 0; j < SIDE_BY_SIDE; ++j) add_to(d_bonuses_ + lane + j * WIDTH, d_u[j]);
     }
 
-    // The gradients of a chunk by way of the sums after each token.
-    void reverse(Int n, Int lane, int j) {
-        const Int channel = lane + j * WIDTH;
-        Vec d_num = load(d_state_ + channel), d_den = load(d_state_ + CHANNELS + channel), d_decay{};
+    // The gradients of a chunk by way of the sums after each token, in one vector.
+    void reverse(Int n, Int lane, const float* saved, Rows d_k, Rows d_v) {
+        Vec d_num = load(d_state_ + lane), d_den = load(d_state_ + CHANNELS + lane), d_decay{};
         for (Int i = n - 1; i >= 0; --i) {
-            const Vec older = load(saved(OLDER, i, j)), newer = load(saved(NEWER, i, j));
-            add_to(d_v_ + i * CHANNELS + channel, newer * d_num);
-            add_to(d_k_ + i * CHANNELS + channel, newer * (d_num * block_.value(i, channel) + d_den));
+            const float* const of = saved + i * COUNT * LANES;
+            const Vec older = load(of + OLDER * LANES), newer = load(of + NEWER * LANES);
+            add_to(row(d_v, i) + lane, newer * d_num);
+            add_to(row(d_k, i) + lane, newer * (d_num * load(of + VALUE * LANES) + d_den));
             d_num *= older, d_den *= older;
-            d_decay += d_num * load(saved(NUM, i, j)) + d_den * load(saved(DEN, i, j));
-            d_num += load(saved(D_NUM, i, j)), d_den -= load(saved(D_DEN, i, j));
+            d_decay += d_num * load(of + NUM * LANES) + d_den * load(of + DEN * LANES);
+            d_num += load(of + D_NUM * LANES), d_den -= load(of + D_DEN * LANES);
         }
-        store(d_state_ + channel, d_num), store(d_state_ + CHANNELS + channel, d_den);
-        add_to(d_decays_ + channel, d_decay);
+        store(d_state_ + lane, d_num), store(d_state_ + CHANNELS + lane, d_den);
+        add_to(d_decays_ + lane, d_decay);
     }
 
     static void add_to(float* at, Vec x) { store(at, load(at) + x); }
 
     // What is kept of each token of a chunk, in some lanes: the sums before it, the weights in those after
-    // it, and the gradients of the former by way of its average, that of den negated.
-    enum Saved { NUM, DEN, OLDER, NEWER, D_NUM, D_DEN, COUNT };
-    float* saved(Saved which, Int i, int j) const { return saved_[which] + (i * SIDE_BY_SIDE + j) * WIDTH; }
+    // it, the gradients of the former by way of its average, that of den negated, and its value.
+    enum Saved { NUM, DEN, OLDER, NEWER, D_NUM, D_DEN, VALUE, COUNT };
 
     const WkvGradients& out_;
     const Place s_;
     Block block_;
     float *const kept_, *const d_state_, *const d_decays_, *const d_bonuses_, *const d_o_, *const d_k_;
-    float* const d_v_;
-    float* saved_[COUNT];
+    float *const d_v_, *const saved_;
 };
 
 }  // namespace

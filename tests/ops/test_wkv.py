@@ -178,7 +178,7 @@ def test_no_exponential_overflows(form, shift, instruction_set):
 
 @needs_kernels
 def test_reads_any_strides(instruction_set):
-    given = inputs(2, 50, 16, dtype=torch.float32)
+    given = inputs(2, 50, 64, dtype=torch.float32)
     expected = results(wkv, given)
     strided = [x.movedim(-1, 0).contiguous().movedim(0, -1) for x in given]
     between = [torch.cat([x, x], -1)[..., : x.shape[-1]] for x in given]
