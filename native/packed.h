@@ -19,7 +19,7 @@
 
 namespace UNROLLED_ISA {
 
-constexpr Int TILE = 64, GROUP = 32;
+constexpr Int TILE = 64, GROUP = 32, GROUP_BYTES = TILE * 2 + TILE * GROUP / 2;
 
 inline Int padded_inputs(const Packed& w) { return ceil_div(w.inputs, GROUP) * GROUP; }
 
@@ -28,7 +28,7 @@ inline Int tile_bytes(const Packed& w) {
     if (w.packing == FLOAT32_TILES) return n * TILE * 4;
     if (w.packing == BFLOAT16_TILES) return n * TILE * 2;
     if (w.packing == INT8_TILES) return n * TILE;
-    return n / GROUP * (TILE * 2 + TILE * GROUP / 2);
+    return n / GROUP * GROUP_BYTES;
 }
 
 // Rows of x in the form that the weights are multiplied by.

@@ -59,6 +59,16 @@ inline void keep_in_register([[maybe_unused]] IntVec& x) {
 #endif
 }
 
+// Requests the weights that lie `LATER` bytes behind some. Products of several rows take some outputs of a
+// tile at a time, and skip the others. Processors do not foresee that: weights that were not in the cache
+// took up to twice as long on a Zen 5. By default, `LATER` is a multiple of the bytes of four inputs in
+// INT8_TILES and of a group in INT4_TILES, so that the weights of the same outputs are requested.
+template <Int LATER = 14 * GROUP_BYTES>
+inline void request_later(const char* weights, Int bytes) {
+    asm volatile("");  // as in `Ahead`
+    for (Int i = 0; i < bytes; i += LINE) __builtin_prefetch(weights + LATER + i);
+}
+
 // Four bytes, or two numbers of 16 bits, in each lane.
 inline IntVec repeat_word(const void* at) {
     int32_t word;
@@ -144,7 +154,8 @@ UNROLLED_BYTES void multiply_int8_bytes(const char* w, Int inputs, const PackedR
     constexpr int VECS = vecs_for(ROWS, 2);
     for (Int i = 0; i < TILE; i += VECS * WIDTH) {
         IntVec high[ROWS][VECS] = {}, low[ROWS][VECS] = {};
-        for (Int k = 0; k < inputs; k += 4)
+        for (Int k = 0; k < inputs; k += 4) {
+            request_later(w + k * TILE + 4 * i, VECS * WIDTH * 4);
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; ++r) {
                 const IntVec h = repeat_word(x.high + r * x.bytes + k),
@@ -157,6 +168,7 @@ UNROLLED_BYTES void multiply_int8_bytes(const char* w, Int inputs, const PackedR
                     low[r][v] = add_four(low[r][v], l, weights);
                 }
             }
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
@@ -173,16 +185,12 @@ inline IntVec widen_bytes(IntVec weights, bool odd) {
     return (IntVec)_mm256_srai_epi16(odd ? bytes : _mm256_slli_epi16(bytes, 8), 8);
 }
 
+// How far ahead a single row requests weights. Without that, weights that were not in the cache took up to
+// twice as long on a Zen 3.
+constexpr Int LATER_OF_A_ROW = 4096;
+
 // How many products of an 8-bit and a 16-bit number are summed in 32 bits; up to 516 would fit.
 constexpr Int INTEGER_SUM = 128;
-
-// Requests the weights that a single row reads later. Without that, weights that were not in the cache took
-// up to twice as long on a Zen 3.
-inline void request_later(const char* weights) {
-    constexpr Int LATER = 4096;
-    asm volatile("");  // as in `Ahead`
-    for (Int i = 0; i < STEP_BYTES; i += LINE) __builtin_prefetch(weights + LATER + i);
-}
 
 // Adds the products of one row by some inputs of a tile to the totals of its outputs. It is not inlined,
 // since the compiler would then keep the totals in registers, and the sums of the inner loop in memory.
@@ -190,7 +198,7 @@ __attribute__((noinline)) inline void add_int8(const char* w, Int inputs, const 
     constexpr int VECS = TILE / WIDTH;
     IntVec sums[VECS] = {};
     for (Int k = 0; k < inputs; k += 4) {
-        request_later(w + k * TILE);
+        request_later<LATER_OF_A_ROW>(w + k * TILE, STEP_BYTES);
         const IntVec even = repeat_word(x + 2 * k), odd = repeat_word(x + 2 * k + 4);
 #pragma GCC unroll 8
         for (int v = 0; v < VECS; ++v) {
@@ -224,7 +232,7 @@ __attribute__((noinline)) inline void add_int4(const char* group, const uint8_t*
     constexpr int VECS = TILE / WIDTH;
     IntVec sums[VECS] = {};
     for (Int p = 0; p < GROUP / 8; ++p) {
-        request_later(group + TILE * 2 + 4 * p * TILE);
+        request_later<LATER_OF_A_ROW>(group + TILE * 2 + 4 * p * TILE, STEP_BYTES);
         const IntVec low = repeat_word(x + 8 * p), high = repeat_word(x + 8 * p + 4);
 #pragma GCC unroll 8
         for (int v = 0; v < VECS; ++v) {
@@ -246,7 +254,7 @@ __attribute__((noinline)) inline void add_int4(const char* group, const uint8_t*
 inline void multiply_int4_row(const char* w, Int inputs, const PackedRows& x, const TileOutput& out) {
     float totals[TILE] = {};
     for (Int g = 0; g < inputs / GROUP; ++g)
-        add_int4(w + g * (TILE * 2 + TILE * GROUP / 2), x.high + g * GROUP, x.sums[g], x.scales[g], totals);
+        add_int4(w + g * GROUP_BYTES, x.high + g * GROUP, x.sums[g], x.scales[g], totals);
     for (int i = 0; i < TILE; i += WIDTH) out.write(0, i, load(totals + i), 1);
 }
 
@@ -309,14 +317,16 @@ UNROLLED_BYTES void multiply_int4_bytes(const char* w, Int inputs, const PackedR
     for (Int i = 0; i < TILE; i += VECS * WIDTH) {
         Vec totals[ROWS][VECS] = {};
         for (Int g = 0; g < groups; ++g) {
-            const char* group = w + g * (TILE * 2 + TILE * GROUP / 2);
+            const char* group = w + g * GROUP_BYTES;
             IntVec sums[ROWS][VECS];
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
                 for (int v = 0; v < VECS; ++v) sums[r][v] = begin_group(x.sums[r * groups + g]);
+            request_later(group + 2 * i, VECS * WIDTH * 2);
 #pragma GCC unroll 4
-            for (Int p = 0; p < GROUP / 8; ++p)
+            for (Int p = 0; p < GROUP / 8; ++p) {
+                request_later(group + TILE * 2 + 4 * (p * TILE + i), VECS * WIDTH * 4);
 #pragma GCC unroll 4
                 for (int v = 0; v < VECS; ++v) {
                     const IntVec both = load_words(group + TILE * 2 + 4 * (p * TILE + i + v * WIDTH));
@@ -330,6 +340,7 @@ UNROLLED_BYTES void multiply_int4_bytes(const char* w, Int inputs, const PackedR
                         keep_in_register(sums[r][v]);
                     }
                 }
+            }
 #pragma GCC unroll 4
             for (int v = 0; v < VECS; ++v) {
                 const Vec scale = load_as<BFLOAT16>(group + 2 * (i + v * WIDTH));

@@ -69,7 +69,7 @@ void multiply_int4(const char* w, Int inputs, const PackedRows& x, const TileOut
     for (Int i = 0; i < TILE; i += VECS * WIDTH) {
         Vec totals[ROWS][VECS] = {};
         for (Int g = 0; g < groups; ++g) {
-            const char* group = w + g * (TILE * 2 + TILE * WORDS * 4);
+            const char* group = w + g * GROUP_BYTES;
             Vec sums[ROWS][VECS] = {};
             multiply_words<ROWS, 8>((const uint32_t*)(group + TILE * 2), WORDS, x.x + g * GROUP, x.row, i,
                                     sums, [](BitVec word, int e) {
