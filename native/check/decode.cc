@@ -207,7 +207,7 @@ int main() {
         check_top_p(few);
     }
     for (int32_t packing : {FLOAT32_TILES, BFLOAT16_TILES, INT8_TILES, INT4_TILES})
-        for (int64_t width : {1, 33, 64, 128})
+        for (int64_t width : {1, 33, 64, 128, 200})
             for (int64_t rows : {1, 2, 7, 30})
                 for (int threads : {1, 3}) check_decode(width, rows, packing, threads);
     report.fail_allocations = true;

@@ -128,7 +128,7 @@ void check_product(int64_t rows, int64_t inputs, int64_t outputs, int32_t packin
 int main() {
     for (int32_t packing : {FLOAT32_TILES, BFLOAT16_TILES, INT8_TILES, INT4_TILES}) {
         for (int64_t inputs : {1, 33, 64, 200})
-            for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 19, 70})
+            for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 16, 19, 70})
                 check_product(rows, inputs, 100, packing, false, rows % 2 ? 1 : 3);
         for (int64_t rows : {1, 6, 17}) check_product(rows, 1100, 70, packing, true, 1);
     }
