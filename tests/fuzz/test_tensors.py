@@ -25,8 +25,9 @@ from unrolled.ops.window import window_attention
 from unrolled.ops.wkv import wkv, wkv_step
 
 NOT_A_NUMBER: list[Any] = ["x", "", None, float("nan"), True, [1], {}, (), torch.ones(2), 1j]
+HUGE = 10**30
 WRONG = {
-    int: [*NOT_A_NUMBER, 1.5, -1, 10**30],
+    int: [*NOT_A_NUMBER, 1.5, -1, HUGE],
     float: [*NOT_A_NUMBER, -1.0],
     bool: ["no", 1, 0.0, None, [], torch.ones(2)],
     str: ["none", "", 3, None, [], True],
@@ -40,6 +41,7 @@ RIGHT = {
     "seed": (NONE,),
     "top_k": (NONE,),
 }
+UNLIMITED = {"top_k"}  # of these, a huge number is right
 BROADCAST = {"attn_mask", "v", "value", "logits"}  # of these, another width or number of axes may be right
 
 
@@ -151,7 +153,8 @@ def spoiled(random: Random, name: str, value: Any) -> tuple[str, Any]:
         made = random.choice([None, [], "x", 3, ["x"], [1.5, 2], [-1, 0], [[1]]])
         return repr(made), made
     if type(value) in WRONG:
-        made = random.choice([x for x in WRONG[type(value)] if not isinstance(x, RIGHT.get(name, ()))])
+        wrong = [x for x in WRONG[type(value)] if not isinstance(x, RIGHT.get(name, ()))]
+        made = random.choice([x for x in wrong if x is not HUGE or name not in UNLIMITED])
         return repr(made), made
     return random.choice([("None", None), ("a text", "x"), ("a list", [1])])
 

@@ -17,6 +17,7 @@ from unrolled.ops.checks import (
     check_qkv,
     check_state_tensor,
     check_step,
+    check_tensor,
     wrong,
 )
 from unrolled.ops.dplr import operator
@@ -101,6 +102,7 @@ def dplr_step(
 def _check_rule(inputs: Inputs, rows: int, padding: Tensor | None = None) -> None:
     q, k, v, a, b, log_decay, state = inputs
     for name, x in {"k": k, "a": a, "b": b}.items():
+        check_tensor(name, x)
         if x.shape != q.shape or not x.is_floating_point():
             raise wrong(name, x, f"floating point {list(q.shape)} like q")
         check_device(name, x, q, "q is")
