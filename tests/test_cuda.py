@@ -176,7 +176,7 @@ def test_a_cuda_graph_of_a_step(name):
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("recipe", ["small-lm", "best-lm"])
+@pytest.mark.parametrize("recipe", ["rwkv-lm", "small-lm", "best-lm"])
 def test_a_run_learns_and_goes_on_bit_for_bit(recipe, tmp_path):
     book = tmp_path / "book.txt"
     book.write_text("".join(f"{number} times {number} is {number * number}. " for number in range(3000)))

@@ -32,7 +32,7 @@ def test_classic_is_the_defaults(settings: list[str]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "recipe"),
     [
-        (["data.name=text", "data.path={text}"], "small-lm"),
+        (["data.name=text", "data.path={text}"], "rwkv-lm"),
         (["data.name=digits"], "pixels"),
         (["data.name=copy"], "classic"),
         (["data.name=digits", "model.name=recurrent_lm"], "classic"),
@@ -84,7 +84,7 @@ def test_the_folder_has_the_name_of_the_data(settings: list[str]) -> None:
 
 
 def test_options_of_mechanisms_without_a_layer_go(settings: list[str]) -> None:
-    run = resolved(*settings, "model.n_layers=1")
+    run = resolved(*settings, "model.recipe=small-lm", "model.n_layers=1")
     assert run.model.attention_options == {"mamba2": {"rotary": False}}
 
 
@@ -96,7 +96,7 @@ def test_own_settings_win(settings: list[str]) -> None:
 
 
 def test_own_settings_of_single_layers_win(settings: list[str]) -> None:
-    run = resolved(*settings, "model.layer_options={window: {window: [1, 2, 3, 4]}}")
+    run = resolved(*settings, "model.recipe=small-lm", "model.layer_options={window: {window: [1, 2, 3, 4]}}")
     assert run.model.attention_options == {"mamba2": {"rotary": False}, "window": {}}
     assert run.model.layer_options == {"window": {"window": [1, 2, 3, 4]}}
 
@@ -119,7 +119,7 @@ def test_a_saved_run_is_complete_without_the_recipe(settings: list[str]) -> None
     [
         (
             ["model.recipe=best"],
-            "model.recipe is 'best', but must be one of classic, small-lm, best-lm, pixels",
+            "model.recipe is 'best', but must be one of classic, rwkv-lm, small-lm, best-lm, pixels",
         ),
         (["model.recipe=[a]"], r"model.recipe is \['a'\], but must be one of"),
         (["model.recipe=best-lm", "model.name=recurrent_lm"], "must be 'classic' for the model recurrent_lm"),

@@ -169,7 +169,7 @@ def test_other_folders_and_tasks_are_named(trained: Path, tmp_path: Path) -> Non
     recipe = ["train", "data.name=copy", "model.recipe=speech"]
     assert (
         error(*recipe)
-        == "model.recipe is 'speech', but must be one of classic, small-lm, best-lm, pixels for the model decoder"
+        == "model.recipe is 'speech', but must be one of classic, rwkv-lm, small-lm, best-lm, pixels for the model decoder"
     )
 
 

@@ -94,5 +94,7 @@ def test_models_that_cannot_have_it_say_so():
     message = "activation is 'channel_mix', but must be another one in "
     with pytest.raises(ValueError, match=f"{message}a bidirectional model"):
         Encoder(EncoderConfig(vocab_size=11, n_classes=3, attention="linear", **SIZES))
-    with pytest.raises(ValueError, match=f"{message}this model; a decoder can have it"):
+    with pytest.raises(ValueError, match="must be another one here: it needs a causal model that is not rev"):
         Decoder(DecoderConfig(11, reversible=True, **SIZES))
+    with pytest.raises(ValueError, match="ff_chunk is 8, but must be None with activation 'channel_mix'"):
+        DecoderConfig(11, ff_chunk=8, **SIZES)

@@ -29,24 +29,30 @@ _TEXT = {
 }
 
 
+def _for_text(**model: object) -> Sections:
+    """Return a recipe for text with these settings of the model."""
+    return {"data": {"length": 256}, "model": {**_SMALL, "d_model": 192, **model}, "train": _TEXT}
+
+
 def _with_windows(mechanism: str, **options: object) -> Sections:
     """Return a recipe for text with a mechanism and, in every second layer, a window."""
-    return {
-        "data": {"length": 256},
-        "model": {
-            **_SMALL,
-            "d_model": 192,
-            "positions": "rotary",
-            "attention": [mechanism, "window"],
-            "attention_options": {mechanism: {"rotary": False, **options}, "window": {"window": 32}},
-        },
-        "train": _TEXT,
-    }
+    return _for_text(
+        positions="rotary",
+        attention=[mechanism, "window"],
+        attention_options={mechanism: {"rotary": False, **options}, "window": {"window": 32}},
+    )
 
 
 RECIPES: dict[str, Sections] = {
     # Katharopoulos et al. 2020: linear attention in every layer, learned positions. The fields' own defaults.
     "classic": {},
+    # A whole RWKV-4: its feed-forward layers read the token before too.
+    "rwkv-lm": _for_text(
+        positions="rotary",  # of mechanisms that replace this one
+        attention=["rwkv4"],
+        attention_options={"rwkv4": {"rotary": False}},
+        activation="channel_mix",
+    ),
     "small-lm": _with_windows("mamba2"),
     "best-lm": _with_windows("delta_net", conv=4, gated=True),
     # Linear attention and windows in turn; every pixel knows its row and its column.

@@ -86,7 +86,11 @@ class FeedForward(Layer):
         if d_ff == 0:
             raise wrong("d_ff", 0, "at least 1 in this model, whose blocks need a feed-forward layer")
         if activation == "channel_mix":
-            raise wrong("activation", repr(activation), "another one in this model; a decoder can have it")
+            raise wrong(
+                "activation",
+                repr(activation),
+                "another one here: it needs a causal model that is not reversible",
+            )
         self.activation, self.chunk = activation, chunk
         self.up = Linear(d_model, 2 * d_ff if activation == "swiglu" else d_ff, bias=bias)
         self.down = Linear(d_ff, d_model, bias=bias)

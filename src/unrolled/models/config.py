@@ -139,6 +139,8 @@ class TransformerConfig(ModelConfig):
             raise wrong("norm", repr(self.norm), "'pre' with reversible True: others have no inverse")
         if self.reversible and self.d_ff == 0:
             raise wrong("d_ff", 0, "at least 1 with reversible True, whose second stream it feeds")
+        if self.activation == "channel_mix" and self.ff_chunk is not None:
+            raise wrong("ff_chunk", self.ff_chunk, "None with activation 'channel_mix', which has a state")
         self._check_axial()
         self._check_attention()
 
