@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unrolled.attention._token_shift import TokenShiftAttention
 from unrolled.attention.delta_net import DeltaNet
 from unrolled.attention.gated_linear import GatedLinearAttention
 from unrolled.attention.kda import KimiDeltaAttention
@@ -39,7 +38,7 @@ def attention(builder: Builder, layer: Layer, x: Value, to: Value) -> Value:
     if emit is None or not layer.causal:
         raise UnsupportedError(f"a plan cannot run {layer.name} attention")
     builder.begin_layer()
-    if isinstance(layer, TokenShiftAttention):
+    if layer.mixes_input:
         inputs = mixtures(builder, x, layer.mix, part="last")
     else:
         inputs = _projected(builder, layer, x)
