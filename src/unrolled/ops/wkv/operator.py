@@ -9,10 +9,10 @@ from unrolled.ops.dispatch import choose, prefers
 from unrolled.ops.observing import inferring, transforming
 from unrolled.ops.operators import register
 from unrolled.ops.precision import promoted
-from unrolled.ops.wkv import native, plain
+from unrolled.ops.wkv import native, plain, triton
 from unrolled.ops.wkv.plain import Inputs
 
-BACKENDS = {"native": native, "plain": plain}  # the fastest first
+BACKENDS = {"triton": triton, "native": native, "plain": plain}  # the fastest first
 
 
 def wkv(inputs: Inputs, padding: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
