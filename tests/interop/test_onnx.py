@@ -193,6 +193,13 @@ def test_the_manifest_says_what_the_graph_is(pair):
                 assert tuple(x.shape[1:]) == leaf.shape
 
 
+@torch.no_grad()
+def test_rwkv4_reads_one_token_per_call(tmp_path):
+    model = make("rwkv4", positions="none", activation="channel_mix")
+    assert export(model, tmp_path).length == 1
+    assert_same_draws(model, load(tmp_path), [[1, 2, 3], [4]], seed=0)
+
+
 @pytest.mark.parametrize("pair", ["linear"], indirect=True)
 @torch.no_grad()
 def test_probes_are_the_features_of_the_queries(pair):

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from unrolled.ops.dispatch import choose, prefers
+from unrolled.ops.dispatch import choose
 from unrolled.ops.observing import inferring, transforming
 from unrolled.ops.operators import register
 from unrolled.ops.precision import promoted
@@ -25,14 +25,11 @@ def wkv(inputs: Inputs, padding: Tensor | None, cu_seqlens: Tensor | None) -> tu
 
 
 def wkv_step(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Compute `o` and the new state for one checked token.
-
-    Dispatching the operator takes longer than the kernel, so eager inference calls the kernel itself.
-    """
+    """Compute `o` and the new state for one checked token. The kernels run in eager inference only."""
     inputs = _promoted(inputs)
-    if inferring(*inputs) and prefers("native") and native.supports(inputs):
-        return native.forward(inputs, None, None)
-    return wkv(inputs, None, None)
+    form = _chosen(inputs) if inferring(*inputs) else plain
+    found: tuple[Tensor, Tensor] = form.forward(inputs, None, None)
+    return found
 
 
 def _promoted(inputs: Inputs) -> Inputs:
