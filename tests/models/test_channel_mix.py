@@ -8,6 +8,8 @@ from unrolled import models
 from unrolled.generation import generate
 from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
 from unrolled.models.channel_mix import ChannelMix
+from unrolled.training import TrainConfig
+from unrolled.training.optim import build_optimizers
 
 SIZES = {"d_model": 8, "n_layers": 2, "n_heads": 2, "positions": "none", "activation": "channel_mix"}
 
@@ -76,6 +78,23 @@ def test_a_model_is_saved_with_it_and_generates(tmp_path):
     again = models.load(tmp_path / "run")
     ours, loaded = (generate(each, [[1, 2, 3]], 8, temperature=0)[0] for each in (model, again))
     assert ours.tolist() == loaded.tolist()
+
+
+def test_a_state_of_another_model_is_refused():
+    model, other = decoder(), decoder(activation="gelu")
+    token = torch.tensor([1])
+    with pytest.raises(ValueError, match="state is a RWKV4State, but must be a MixingState"):
+        model.step(token, other.init_state(1))
+    with pytest.raises(ValueError, match="state is a MixingState, but must be a RWKV4State"):
+        other.step(token, model.init_state(1))
+
+
+def test_weight_decay_leaves_the_mixtures_alone():
+    model = decoder()
+    (optimizer,) = build_optimizers(model, TrainConfig(weight_decay=1.0))
+    decayed = {id(x) for group in optimizer.param_groups if group["weight_decay"] for x in group["params"]}
+    assert id(model.stack.layers[0].ff.up.weight) in decayed
+    assert id(model.stack.layers[0].ff.mix) not in decayed
 
 
 def test_gradients_with_recomputation_are_equal():

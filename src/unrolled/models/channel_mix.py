@@ -1,6 +1,6 @@
 """Blocks whose feed-forward layer also reads the token before, as in RWKV."""
 
-from typing import NamedTuple, Unpack, cast
+from typing import NamedTuple, Unpack
 
 from torch import Tensor, nn
 
@@ -22,6 +22,8 @@ class ChannelMix(Layer):
     Peng et al. 2023, "RWKV: Reinventing RNNs for the Transformer Era", arXiv 2305.13048, section 3.1; mu is
     1 - mu there.
     """
+
+    not_decayed = ("mix",)
 
     def __init__(self, d_model: int, d_ff: int) -> None:
         super().__init__()
@@ -81,14 +83,14 @@ class MixingBlock(AttentionBlock):
         self, x: Tensor, state: Parts, *, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, Parts]:
         """[B, T, d_model] -> [B, T, d_model], from a state to a state."""
-        of_attention, last = cast(MixingState, state)
+        of_attention, last = _parts(state)
         x, of_attention = super().prefill(x, of_attention, key_padding_mask=key_padding_mask)
         x, last = self._mix(x, last, key_padding_mask)
         return x, MixingState(of_attention, last)
 
     def step(self, x: Tensor, state: Parts) -> tuple[Tensor, Parts]:
         """[B, d_model] -> [B, d_model], from a state to a state."""
-        of_attention, last = cast(MixingState, state)
+        of_attention, last = _parts(state)
         x, of_attention = super().step(x, of_attention)
         x, last = self._mix(x, last)
         return x, MixingState(of_attention, last)
@@ -103,3 +105,13 @@ class MixingBlock(AttentionBlock):
         (read,) = zero_padding(key_padding_mask, self._before(x, self.ff_norm))
         y, last = self.ff(read, last, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
         return self._after(x, y, self.ff_norm), last
+
+
+def _parts(state: Parts) -> MixingState:
+    """Check the type of a state; the layers check its parts."""
+    if not isinstance(state, MixingState):
+        raise ValueError(
+            f"state is a {type(state).__name__}, but must be a MixingState, from init_state or prefill of "
+            "this model"
+        )
+    return state
