@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import assert_as_exact_as_plain, check, differentiate, needs_triton
+from wkv_in_pieces import in_pieces
 
 from unrolled.ops.triton.check import Call, mistake
-from unrolled.ops.wkv import empty_state, operator, plain, triton, wkv, wkv_step
+from unrolled.ops.wkv import empty_state, operator, plain, triton, wkv
 from unrolled.ops.wkv.plain import Inputs
 
 pytestmark = [needs_triton, pytest.mark.compilers]
@@ -121,16 +122,6 @@ def test_no_exponential_overflows(run, shift):
     found, exact = run(differentiate, wkv, drawn, {}), differentiate(wkv, drawn, {}, "exact")
     for x, z in zip(found, exact, strict=True):
         torch.testing.assert_close(x.double(), z, rtol=1e-3, atol=1e-3)
-
-
-def in_pieces(k, v, log_decay, bonus, *, state):
-    """Average over all tokens but two, and then step by step."""
-    begin, state = wkv(k[:, :-2], v[:, :-2], log_decay, bonus, state=state)
-    os = [begin]
-    for t in range(k.shape[1] - 2, k.shape[1]):
-        o, state = wkv_step(k[:, t], v[:, t], log_decay, bonus, state)
-        os.append(o.unsqueeze(1))
-    return torch.cat(os, 1), state
 
 
 def test_steps_continue_the_sequence(run):
