@@ -8,10 +8,10 @@ the bonus u of the token itself are learned per channel. The projections to r, k
 of a token and the one before it, x_t^z = x_t + mu_z * (x_{t-1} - x_t) for z = r, k, v, with zeros before the
 first token.
 
-Peng et al. 2023, "RWKV: Reinventing RNNs for the Transformer Era", arXiv 2305.13048, section 3.1 and appendix
-D, where mu is 1 - mu and the pace is w. The published model has no biases (`bias=False`), and its
-feed-forward layers are those of the models here with `activation="channel_mix"`. It is AFT
-(`unrolled.attention.aft`) with biases that fall linearly with the distance, at one slope per channel.
+Peng et al. 2023, "RWKV: Reinventing RNNs for the Transformer Era", arXiv 2305.13048, section 3.1, where mu is
+1 - mu and the pace is w. The published model has no biases (`bias=False`), and its feed-forward layers are
+those of the models here with `activation="channel_mix"`. It is AFT (`unrolled.attention.aft`) with biases
+that fall linearly with the distance, at one slope per channel.
 
 Cost for d = n_heads head_dim channels: in training time and memory O(T d); per generated token time, memory
 and state O(d).
@@ -33,7 +33,7 @@ from unrolled.attention.base import CommonOptions, Heads, Masks
 from unrolled.contract import CAUSAL_RECURRENCE
 from unrolled.ops.precision import accumulated
 from unrolled.ops.sequence import Shifted
-from unrolled.ops.token_shift import initial_mixture
+from unrolled.ops.token_shift import initial_mixtures
 from unrolled.ops.wkv import empty_state, wkv, wkv_step
 
 MIXTURES = {"r": 0.5, "k": 1.0, "v": 1.0}
@@ -85,7 +85,7 @@ class RWKV4(TokenShiftAttention[RWKV4State, Last]):
             )
         # Initialised like the first layer of the published models: from long to short memories.
         channels = n_heads * self.head_dim
-        self.mix = nn.Parameter(torch.stack([initial_mixture(d_model, power) for power in MIXTURES.values()]))
+        self.mix = nn.Parameter(initial_mixtures(d_model, MIXTURES.values()))
         self.log_pace = nn.Parameter(-5 + 8 * torch.linspace(0, 1, channels) ** 0.7)  # A
         thirds = torch.arange(1, channels + 1) % 3 - 1
         self.bonus = nn.Parameter(math.log(0.3) + 0.5 * thirds)  # u

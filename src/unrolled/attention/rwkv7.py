@@ -39,7 +39,7 @@ from unrolled.ops.head_scale import scale_heads
 from unrolled.ops.options import check_above_zero, check_integers
 from unrolled.ops.precision import accumulated, accumulation_dtype
 from unrolled.ops.sequence import Transformed
-from unrolled.ops.token_shift import initial_mixture
+from unrolled.ops.token_shift import initial_mixtures
 
 MIXTURES = {"r": 0.2, "k": 0.7, "v": 0.7, "w": 0.9, "a": 0.9, "g": 0.2}
 """For each mixture, the exponent of its initial mu: channel c of d has mu = 1 - (c/d)^exponent."""
@@ -121,7 +121,7 @@ class RWKV7(TokenShiftAttention[RWKV7State, Controls]):
         self.gate_up = Linear(gate_rank, values, bias=False)
         # Initialised like the first layer of the published models: the channels range from those that read
         # the token before to those that read this one, and from short to long memories.
-        self.mix = nn.Parameter(torch.stack([initial_mixture(d_model, power) for power in MIXTURES.values()]))
+        self.mix = nn.Parameter(initial_mixtures(d_model, MIXTURES.values()))
         with torch.no_grad():
             for up in (self.decay_up, self.rate_up):
                 up.weight.zero_()

@@ -11,7 +11,7 @@ from unrolled.ops.dense import Layer, Linear
 from unrolled.ops.masks import zero_padding
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.state import Parts
-from unrolled.ops.token_shift import initial_mixture, mix_with_token_before
+from unrolled.ops.token_shift import initial_mixtures, mix_with_token_before
 
 
 class ChannelMix(Layer):
@@ -30,7 +30,7 @@ class ChannelMix(Layer):
         self.up = Linear(d_model, d_ff, bias=False)
         self.down = Linear(d_ff, d_model, bias=False)
         self.gate = Linear(d_model, d_model, bias=False)
-        self.mix = nn.Parameter(initial_mixture(d_model, 1.0).repeat(2, 1))  # of k and r
+        self.mix = nn.Parameter(initial_mixtures(d_model, [1.0, 1.0]))  # of k and r
 
     def forward(
         self,

@@ -6,6 +6,8 @@ Peng et al. 2023, "RWKV: Reinventing RNNs for the Transformer Era", arXiv 2305.1
 shift"); mu is 1 - mu there.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -13,12 +15,13 @@ from unrolled.ops.conv import causal_conv_step
 from unrolled.ops.sequence import causal_conv
 
 
-def initial_mixture(width: int, exponent: float) -> Tensor:
-    """Return mu `[width]` as the first layer of the published models begins: 1 - (c / width)^exponent.
+def initial_mixtures(width: int, exponents: Iterable[float]) -> Tensor:
+    """Return mu `[n,width]` as the first layer of the published models begins: 1 - (c / width)^exponent.
 
     So the channels range from those that read the token before to those that read the token itself.
     """
-    return 1 - (torch.arange(width) / width) ** exponent
+    share = torch.arange(width) / width
+    return torch.stack([1 - share**exponent for exponent in exponents])
 
 
 def mix_with_token_before(

@@ -9,9 +9,9 @@ largest exponent, so that no exponential overflows:
 
     num_t = exp(d) num_{t-1} + exp(k_t) v_t        den_t = exp(d) den_{t-1} + exp(k_t)
 
-Peng et al. 2023, "RWKV: Reinventing RNNs for the Transformer Era", arXiv 2305.13048, eq. 16, and appendix D
-for the scaled sums. The decay there is w = -d. With d = 0 and u = 0 it is the causal AFT-simple of Zhai et
-al. 2021 (arXiv 2105.14103).
+Peng et al. 2023, "RWKV: Reinventing RNNs for the Transformer Era", arXiv 2305.13048: the WKV operator, and
+for the scaled sums the appendix on the time-mixing block as an RNN cell. The decay there is w = -d. With
+d = 0 and u = 0 it is the causal AFT-simple of Zhai et al. 2021 (arXiv 2105.14103).
 
 Time and memory O(T C) for C channels; state O(C).
 """
