@@ -18,6 +18,7 @@
 #include "kernels.h"
 #include "prefetch.h"
 #include "rows.h"
+#include "sequences.h"
 
 namespace UNROLLED_ISA {
 namespace {
@@ -28,21 +29,10 @@ constexpr Int STATES = WIDTH > 8 ? 16 : 8;  // states that are in registers at a
 constexpr Int SIDE_BY_SIDE = 4;             // states whose decays are computed together
 constexpr Int SUMS = 16;                    // sums of the gradients of a
 
-// A sequence, whose first token is token `first` of the batch's row.
-struct Place {
-    Int index, batch, first, length;
-};
-
-Place place_of(const SelectiveScan& x, Int i) {
-    if (!x.offsets) return {i, i, 0, x.tokens};
-    return {i, 0, x.offsets[i], x.offsets[i + 1] - x.offsets[i]};
-}
-
 Int blocks_of(const SelectiveScan& x) { return ceil_div(x.channels, CHANNELS); }
 
 Int threads_of(const SelectiveScan& x) {
-    const double tokens = (double)(x.offsets ? 1 : x.sequences) * (double)x.tokens;
-    return threads_for(tokens * (double)(x.channels * x.states), x.threads);
+    return threads_for((double)all_tokens(x) * (double)(x.channels * x.states), x.threads);
 }
 
 // Some channels of a sequence. Rows of channels are `CHANNELS` long, rows of states `states`; what exceeds
@@ -349,7 +339,7 @@ Status EXPORTED(selective_scan_forward)(const SelectiveScan* x, const SelectiveS
 
 Status EXPORTED(selective_scan_backward)(const SelectiveScan* x, const SelectiveScanGradients* out) {
     advise_huge_pages(*x, out->d_x, x->tokens, 1, x->channels);
-    const Int blocks = blocks_of(*x), rows = (x->offsets ? 1 : x->sequences) * x->tokens;
+    const Int blocks = blocks_of(*x), rows = all_tokens(*x);
     const Int tokens = rows * x->states, of_rates = x->channels * x->states, sums = min(x->sequences, SUMS);
     Workspace memory;
     float *const d_b = memory.floats(blocks * tokens), *const d_c = memory.floats(blocks * tokens);

@@ -25,6 +25,7 @@
 #include "kernels.h"
 #include "prefetch.h"
 #include "rows.h"
+#include "sequences.h"
 
 namespace UNROLLED_ISA {
 namespace {
@@ -37,21 +38,10 @@ constexpr Int ROWS = 3;   // rows of a state: num, den and m
 constexpr Int COST = 4;   // multiply-adds that take as long as a token of a channel, roughly
 constexpr Int SUMS = 16;  // sums of the gradients of d and u
 
-// A sequence, whose first token is token `first` of the batch's row.
-struct Place {
-    Int index, batch, first, length;
-};
-
-Place place_of(const Wkv& x, Int i) {
-    if (!x.offsets) return {i, i, 0, x.tokens};
-    return {i, 0, x.offsets[i], x.offsets[i + 1] - x.offsets[i]};
-}
-
 Int blocks_of(const Wkv& x) { return ceil_div(x.channels, CHANNELS); }
 
 Int threads_of(const Wkv& x) {
-    const double tokens = (double)(x.offsets ? 1 : x.sequences) * (double)x.tokens;
-    return threads_for(tokens * (double)(x.channels * COST), x.threads);
+    return threads_for((double)all_tokens(x) * (double)(x.channels * COST), x.threads);
 }
 
 // From differences x to the weights exp(-max(0, x)) of what is older and exp(min(0, x)) of what is newer.
