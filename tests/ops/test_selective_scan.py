@@ -1,12 +1,15 @@
 """The selective scan, against its definition, in plain PyTorch and in C++ on every instruction set."""
 
+from functools import partial
 from itertools import accumulate
 
 import exactness
 import pytest
+import scans
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scans import results
 
 from unrolled.ops import native
 from unrolled.ops.dispatch import prefer
@@ -14,6 +17,7 @@ from unrolled.ops.packing import spans
 from unrolled.ops.selective_scan import selective_scan, selective_scan_step
 
 NAMES = ["y", "state", "dx", "ddt", "da", "db", "dc", "dstate"]
+assert_close = partial(scans.assert_close, NAMES)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -49,31 +53,9 @@ def definition(x, dt, a, b, c, *, state, key_padding_mask=None, cu_seqlens=None)
     return y, torch.stack(states) if states else state
 
 
-def results(form, given, exact=False, **options):
-    """Outputs, and the gradients of a sum of both that weighs every element differently."""
-    given = [(x.double() if exact else x).detach().requires_grad_() for x in given]
-    outputs = form(*given[:5], state=given[5], **options)
-    generator = torch.Generator().manual_seed(0)
-    weights = [torch.randn(x.shape, generator=generator, dtype=torch.double) for x in outputs]
-    loss = sum((x.double() * w).sum() for x, w in zip(outputs, weights, strict=True))
-    loss = loss + 0 * sum(x.sum() for x in given)
-    return [*(x.detach() for x in outputs), *torch.autograd.grad(loss, given)]
-
-
 def plain(*given, **options):
     with prefer("plain"):
         return selective_scan(*given, **options)
-
-
-def assert_close(found, expected, tolerance=1e-5):
-    for name, ours, theirs in zip(NAMES, found, expected, strict=True):
-        torch.testing.assert_close(
-            ours.double(),
-            theirs.double(),
-            rtol=tolerance,
-            atol=tolerance,
-            msg=lambda m, name=name: f"{name}: {m}",
-        )
 
 
 sizes = st.tuples(st.integers(0, 2), st.integers(0, 9), st.sampled_from([0, 1, 5, 17]), st.integers(0, 3))

@@ -1,12 +1,15 @@
 """The averages of RWKV-4, against their definition, in plain PyTorch and in C++ on every instruction set."""
 
+from functools import partial
 from itertools import accumulate
 
 import exactness
 import pytest
+import scans
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scans import results
 
 from unrolled.ops import native
 from unrolled.ops.dispatch import prefer
@@ -14,6 +17,7 @@ from unrolled.ops.packing import spans
 from unrolled.ops.wkv import empty_state, wkv, wkv_step
 
 NAMES = ["o", "state", "dk", "dv", "dlog_decay", "dbonus", "dstate"]
+assert_close = partial(scans.assert_close, NAMES)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -56,31 +60,9 @@ def definition(k, v, log_decay, bonus, *, state, key_padding_mask=None, cu_seqle
     return o, torch.stack(states) if states else state
 
 
-def results(form, given, exact=False, **options):
-    """Outputs, and the gradients of a sum of both that weighs every element differently."""
-    given = [(x.double() if exact else x).detach().requires_grad_() for x in given]
-    outputs = form(*given[:4], state=given[4], **options)
-    generator = torch.Generator().manual_seed(0)
-    weights = [torch.randn(x.shape, generator=generator, dtype=torch.double) for x in outputs]
-    loss = sum((x.double() * w).sum() for x, w in zip(outputs, weights, strict=True))
-    loss = loss + 0 * sum(x.sum() for x in given)
-    return [*(x.detach() for x in outputs), *torch.autograd.grad(loss, given)]
-
-
 def plain(*given, **options):
     with prefer("plain"):
         return wkv(*given, **options)
-
-
-def assert_close(found, expected, tolerance=1e-5):
-    for name, ours, theirs in zip(NAMES, found, expected, strict=True):
-        torch.testing.assert_close(
-            ours.double(),
-            theirs.double(),
-            rtol=tolerance,
-            atol=tolerance,
-            msg=lambda m, name=name: f"{name}: {m}",
-        )
 
 
 sizes = st.tuples(st.integers(0, 2), st.integers(0, 9), st.sampled_from([0, 1, 5, 17]))
