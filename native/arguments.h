@@ -285,6 +285,7 @@ enum Operation : int32_t {
     MIXTURE,
     CONVOLVE,
     AVERAGE,
+    SCAN,
     RECUR,
     ATTEND
 };

@@ -207,7 +207,7 @@ class Worker {
 
     void run_on_sequences(const Instruction& x, const Tokens& tokens, const Int* positions) {
         Share share = share_of(x.groups, part_, parts_);
-        const bool by_channel = x.operation == CONVOLVE || x.operation == AVERAGE;
+        const bool by_channel = x.operation == CONVOLVE || x.operation == AVERAGE || x.operation == SCAN;
         if (by_channel) {
             share = share_of(ceil_div(x.n, TILE), part_, parts_);
             share = {share.first * TILE, min(share.last * TILE, x.n)};
@@ -219,7 +219,8 @@ class Worker {
             i += n;
             if (by_channel) {
                 if (x.operation == CONVOLVE) convolve(x, some[0], share);
-                else average(x, some[0], share);
+                else if (x.operation == AVERAGE) average(x, some[0], share);
+                else scan(x, some[0], share);
                 continue;
             }
             for (Int group = share.first; group < share.last; ++group)

@@ -9,6 +9,10 @@
 // State: num / exp(m), den / exp(m) and m, [n] each, where m is the largest exponent so far, decayed by d per
 // token.
 //
+// SCAN: h <- exp(d a) h + d x b, then y = sum h c over the `features` states of each of n channels. x is at
+// `first`, d at `second`, b at `third` and c at `reader`; a is in `weights`. State and `weights`: [features,
+// n].
+//
 // RECUR: S <- diag(a) S + k v^T, then o = scale S^T q, for each of `groups` states [features, values] and the
 // `heads` / `groups` query heads that read it. The gates a are those of the `kind`; q, k, v are at `first`,
 // `second`, `third`. With `rates` b it is the delta rule: v becomes b (v - S^T diag(a) k). With a `reader` p
@@ -82,6 +86,23 @@ inline void average(const Instruction& x, const SequenceRow& s, Share channels) 
         store_first(nums + c, left, decay * num + weight * v);
         store_first(dens + c, left, decay * den + weight);
         store_first(tops + c, left, top);
+    }
+}
+
+inline void scan(const Instruction& x, const SequenceRow& s, Share channels) {
+    const float *at = s.row.at, *writers = at + x.third, *readers = at + x.reader;
+    for (Int c = channels.first; c < channels.last; c += WIDTH) {
+        const Int left = channels.last - c;
+        const Vec size = load_first(at + x.second + c, left), in = load_first(s.row.from(x) + c, left);
+        Vec total{};
+        for (Int k = 0; k < x.features; ++k) {
+            float* const h = s.state + x.state + k * x.n + c;
+            const Vec decay = exp_of_negative(size * load_first(x.weights + k * x.n + c, left));
+            const Vec now = load_first(h, left) * decay + size * in * broadcast(writers[k]);
+            store_first(h, left, now);
+            total += now * broadcast(readers[k]);
+        }
+        store_first(s.row.to(x) + c, left, total);
     }
 }
 

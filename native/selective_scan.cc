@@ -14,6 +14,8 @@
 //    dx_t = dt_t g_t b_t and ddt_t = g_t e_t h_(t-1) a + g_t x_t b_t, summed over the states
 //    da = g_t e_t h_(t-1) dt_t, summed over the tokens
 // 3. Sum the gradients of b and c over the blocks, and that of a over the sequences.
+//
+// In a step of one token, the lanes are states, because they are adjacent in memory.
 
 #include "kernels.h"
 #include "prefetch.h"
@@ -196,6 +198,36 @@ Status forward(const SelectiveScan& x, const SelectiveScanOutputs& out, const Pl
     return SUCCESS;
 }
 
+// One token of a sequence, for a block of channels.
+Status step(const SelectiveScan& x, const SelectiveScanOutputs& out, Int row, Int block) {
+    const Int N = x.states, channel = block * CHANNELS, n = min(CHANNELS, x.channels - channel);
+    Workspace memory;
+    float *const inputs = memory.floats(CHANNELS), *const y = memory.floats(CHANNELS);
+    float *const writers = memory.floats(round_up(N)), *const readers = memory.floats(round_up(N));
+    if (memory.failed()) return OUT_OF_MEMORY;
+    const auto at = [&](const Tensor& tensor, Int type) { return address(tensor, type, row, 0, 0); };
+    read_row(x.type, at(x.x, x.type) + channel * size_of(x.type), n, inputs);
+    read_row(x.type, at(x.b, x.type), N, writers);
+    read_row(x.type, at(x.c, x.type), N, readers);
+    const float *dt = (const float*)at(x.dt, FLOAT32), *rates = x.a + channel * N;
+    const float* before = x.state + (row * x.channels + channel) * N;
+    float* after = out.state + (row * x.channels + channel) * N;
+    for (Int c = 0; c < n; ++c, rates += N, before += N, after += N) {
+        const Vec size = broadcast(dt[(channel + c) * x.dt.head]), written = size * broadcast(inputs[c]);
+        Vec total{};
+        for (Int k = 0; k < N; k += WIDTH) {
+            const Int left = N - k;
+            const Vec decay = exp_of_negative(size * load_first(rates + k, left));
+            const Vec h = load_first(before + k, left) * decay + written * load_first(writers + k, left);
+            store_first(after + k, left, h);
+            total += h * load_first(readers + k, left);
+        }
+        y[c] = sum(total);
+    }
+    write_row(x.type, y, n, (char*)out.y + (row * x.channels + channel) * size_of(x.type));
+    return SUCCESS;
+}
+
 // The gradients of a block of channels. Those of b and c are sums over these channels only.
 class BlockGradients {
   public:
@@ -334,6 +366,14 @@ Status EXPORTED(selective_scan_forward)(const SelectiveScan* x, const SelectiveS
     return parallel_for(x->sequences * blocks, threads_of(*x), [&](Int i) {
         const FlushSubnormals flush(true);
         return forward(*x, *out, place_of(*x, i / blocks), i % blocks);
+    });
+}
+
+Status EXPORTED(selective_scan_step)(const SelectiveScan* x, const SelectiveScanOutputs* out) {
+    const Int blocks = blocks_of(*x);
+    return parallel_for(x->sequences * blocks, threads_of(*x), [&](Int i) {
+        const FlushSubnormals flush(true);
+        return step(*x, *out, i / blocks, i % blocks);
     });
 }
 

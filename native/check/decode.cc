@@ -53,6 +53,9 @@ struct Sample {
         Instruction& average = add(AVERAGE, 5 * PLACE, 4 * PLACE);
         average.n = GROUPS * VALUES, average.second = 4 * PLACE, average.bias = numbers.data();
         average.state = take(3 * average.n);
+        Instruction& scan = add(SCAN, 5 * PLACE, 4 * PLACE);
+        scan.n = GROUPS * VALUES, scan.features = 3, scan.state = take(scan.features * scan.n);
+        scan.second = 4 * PLACE, scan.third = 2 * PLACE, scan.reader = 3 * PLACE;
         for (int32_t kind = IDENTITY; kind <= EXPONENTIAL; ++kind) {
             Instruction& apply = add(APPLY, 5 * PLACE, 4 * PLACE);
             apply.kind = kind, apply.n = GROUPS * VALUES, apply.second = 4 * PLACE;

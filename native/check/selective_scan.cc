@@ -88,6 +88,12 @@ void check(const Case& c) {
     report.compare("d_b", found_d_b, d_b);
     report.compare("d_c", found_d_c, d_c);
     report.compare("d_state", found_d_state, d_state);
+    if (c.T != 1) return;
+    Floats y_of_step(x.size(), NAN), after_step(state.size(), NAN);
+    const SelectiveScanOutputs of_step = {y_of_step.data(), after_step.data()};
+    report.run([&] { return EXPORTED(selective_scan_step)(&problem, &of_step); });
+    report.compare("y of a step", y_of_step, y);
+    report.compare("state after a step", after_step, after);
 }
 
 }  // namespace
@@ -99,6 +105,7 @@ int main() {
                 for (int64_t N : {1, 8, 16, 19}) check({2, T, C, N, threads, N % 2 == 0});
     check({40, 3, 5, 4, 1, false});  // more sequences than sums of the gradients of a
     report.fail_allocations = true;
-    for (int threads : {1, 3}) check({2, 70, 130, 16, threads, false});
+    for (int threads : {1, 3})
+        for (int64_t T : {1, 70}) check({2, T, 130, 16, threads, false});
     return report.end();
 }

@@ -19,6 +19,7 @@ from unrolled.ops.dplr import dplr, dplr_step
 from unrolled.ops.feature_maps import FEATURE_MAPS, make_feature_map
 from unrolled.ops.gla import diagonal_linear_attention, diagonal_linear_attention_step
 from unrolled.ops.linear import LinearState, linear_attention, linear_attention_step
+from unrolled.ops.selective_scan import selective_scan, selective_scan_step
 from unrolled.ops.softmax import softmax_attention
 from unrolled.ops.state import leaves, map_tensors, select
 from unrolled.ops.window import window_attention
@@ -55,6 +56,8 @@ def operations() -> dict[str, Call]:
     rule = {"a": normal(B, T, H, D), "b": normal(B, T, H, D), "log_decay": gate}
     rule_step = {name: x[:, 0] for name, x in rule.items()}
     averages = {"log_decay": -normal(D).abs(), "bonus": normal(D), "state": normal(B, 3, D).exp()}
+    tokens = {name: normal(B, T, D).abs() for name in ("x", "dt")} | {name: normal(B, T, H) for name in "bc"}
+    scan = {**tokens, "a": -normal(D, H).abs(), "state": normal(B, D, H)}
     return {
         "linear_attention": (linear_attention, {**positive, **masks, "state": state}),
         "linear_attention_step": (linear_attention_step, {**step, "state": state}),
@@ -68,6 +71,8 @@ def operations() -> dict[str, Call]:
         "softmax_attention": (softmax_attention, {**qkv, **masks, "scale": 0.5}),
         "softmax_attention with a mask": (softmax_attention, qkv | {"attn_mask": torch.ones(T, T).bool()}),
         "window_attention": (window_attention, {**qkv, "window_size": (2, 0), "key_padding_mask": padding()}),
+        "selective_scan": (selective_scan, scan | {"key_padding_mask": padding()}),
+        "selective_scan_step": (selective_scan_step, scan | {name: scan[name][:, 0] for name in tokens}),
         "wkv": (wkv, {"k": normal(B, T, D), "v": normal(B, T, D), **averages, "key_padding_mask": padding()}),
         "wkv_step": (wkv_step, {"k": normal(B, D), "v": normal(B, D), **averages}),
         "temperature": (sampling.temperature, {"logits": logits, "value": 0.5}),

@@ -147,6 +147,32 @@ def test_steps_and_pieces_continue_the_sequence(dtype):
     torch.testing.assert_close(between, after)
 
 
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("C", "N"), [(130, 16), (20, 3), (9, 33), (300, 1)])
+def test_a_step_of_the_kernel_is_the_definition(dtype, C, N, instruction_set, threads):
+    x, dt, a, b, c, state = inputs(3, 2, C, N, dtype=dtype)
+    exact = [z[:, 1:].double() for z in (x, dt)], a.double(), [z[:, 1:].double() for z in (b, c)]
+    expected, after = definition(*exact[0], exact[1], *exact[2], state=state.double())
+    for n in (1, 3):
+        threads(n)
+        y, new = selective_scan_step(x[:, 1], dt[:, 1], a, b[:, 1], c[:, 1], state)
+        torch.testing.assert_close(y, expected[:, 0].to(dtype))
+        torch.testing.assert_close(new, after.float())
+
+
+def test_a_step_has_the_gradients_of_a_scan():
+    given = inputs(2, 1, 5, 4)
+    found = []
+    for run in (selective_scan, selective_scan_step):
+        x, dt, a, b, c, state = (z.clone().requires_grad_() for z in given)
+        tokens = (x, dt, a, b, c) if run is selective_scan else (x[:, 0], dt[:, 0], a, b[:, 0], c[:, 0])
+        y, after = run(*tokens, state=state)
+        (y.sum() + after.square().sum()).backward()
+        found.append([z.grad for z in (x, dt, a, b, c, state)])
+    torch.testing.assert_close(*found)
+
+
 def test_what_stands_at_padding_reaches_nothing():
     x, dt, a, b, c, _ = inputs(1, 8, 3, 4, dtype=torch.float32)
     mask = torch.tensor([[True, False, False, True, False, True, False, True]])

@@ -101,7 +101,7 @@ def selective_scan_step(
     for name, each in (("x", x), ("dt", dt), ("b", b), ("c", c)):
         check_tensor(name, each)
     x, dt, b, c = (each.unsqueeze(1) for each in (x, dt, b, c))
-    y, after = operator.selective_scan(_checked(x, dt, a, b, c, state), None)
+    y, after = operator.selective_scan_step(_checked(x, dt, a, b, c, state))
     return y.squeeze(1).to(x.dtype), after
 
 

@@ -16,11 +16,12 @@ def supports(inputs: Inputs) -> bool:
 
 def forward(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute what `plain.forward` does."""
-    problem, _kept = _described(inputs, cu_seqlens)
-    y, state = inputs.x.new_empty(inputs.x.shape), inputs.state.new_empty(inputs.state.shape)
-    outputs = struct("SelectiveScanOutputs")(y=address(y), state=address(state))
-    native.call("selective_scan_forward", problem, outputs)
-    return y, state
+    return _called("selective_scan_forward", inputs, cu_seqlens)
+
+
+def step(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Compute what `plain.step` does."""
+    return _called("selective_scan_step", inputs, None)
 
 
 def backward(grad_y: Tensor, grad_state: Tensor, inputs: Inputs, cu_seqlens: Tensor | None) -> list[Tensor]:
@@ -41,6 +42,14 @@ def backward(grad_y: Tensor, grad_state: Tensor, inputs: Inputs, cu_seqlens: Ten
     )
     native.call("selective_scan_backward", problem, gradients)
     return [d_x, d_dt.to(inputs.dt.dtype), d_a.to(inputs.a.dtype), d_b, d_c, d_state]
+
+
+def _called(kernel: str, inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    problem, _kept = _described(inputs, cu_seqlens)
+    y, state = inputs.x.new_empty(inputs.x.shape), inputs.state.new_empty(inputs.state.shape)
+    outputs = struct("SelectiveScanOutputs")(y=address(y), state=address(state))
+    native.call(kernel, problem, outputs)
+    return y, state
 
 
 def _described(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[bytes, tuple[Tensor | None, ...]]:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from unrolled.ops.dispatch import choose
-from unrolled.ops.observing import transforming
+from unrolled.ops.observing import inferring, transforming
 from unrolled.ops.operators import register
 from unrolled.ops.precision import promoted
 from unrolled.ops.selective_scan import native, plain
@@ -17,12 +17,24 @@ BACKENDS = {"native": native, "plain": plain}  # the fastest first
 
 def selective_scan(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute `y` and the state after the last token, for checked inputs."""
-    x, b, c = promoted(inputs.x, inputs.b, inputs.c)
-    inputs = inputs._replace(x=x, b=b, c=c)
+    inputs = _promoted(inputs)
     if transforming() or _chosen(inputs) is plain:
         return plain.forward(inputs, cu_seqlens)
     y, after = _operator(*inputs, cu_seqlens)
     return y, after
+
+
+def selective_scan_step(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Compute `y` and the new state for one checked token. The kernels run in eager inference only."""
+    inputs = _promoted(inputs)
+    form = _chosen(inputs) if inferring(*inputs) else plain
+    found: tuple[Tensor, Tensor] = form.step(inputs)
+    return found
+
+
+def _promoted(inputs: Inputs) -> Inputs:
+    x, b, c = promoted(inputs.x, inputs.b, inputs.c)
+    return inputs._replace(x=x, b=b, c=c)
 
 
 def _chosen(inputs: Inputs) -> ModuleType:

@@ -46,6 +46,13 @@ def forward(inputs: Inputs, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     return y, after
 
 
+def step(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Compute the same for one token, T = 1."""
+    x, dt, a, b, c = (z.to(inputs.state.dtype) for z in inputs[:5])
+    state = (dt.mT * a).exp() * inputs.state + (dt * x).mT * b
+    return (state @ c.mT).mT.to(inputs.x.dtype), state
+
+
 def backward(grad_y: Tensor, grad_state: Tensor, inputs: Inputs, cu_seqlens: Tensor | None) -> list[Tensor]:
     """Compute the gradients of the inputs."""
     return gradients(lambda *xs: forward(Inputs(*xs), cu_seqlens), inputs, (grad_y, grad_state))
@@ -61,5 +68,5 @@ def _scan(inputs: Inputs) -> tuple[Tensor, Tensor]:
         begun = torch.cat([decays[:, :1] * state.unsqueeze(1) + writes[:, :1], writes[:, 1:]], dim=1)
         states = linear_scan(decays, begun)
         ys.append((states @ c[:, piece].unsqueeze(-1)).squeeze(-1))
-        state = states[:, -1]
+        state = states[:, -1].clone()  # a view would keep the states of all tokens
     return torch.cat(ys, dim=1).to(inputs.x.dtype), state

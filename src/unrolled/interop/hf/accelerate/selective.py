@@ -94,10 +94,10 @@ def mamba_selective_state_update(
     Returns:
         y `[B,C]` in the dtype of `hidden_states`.
     """
-    x, sizes = hidden_states, step_sizes(dt, dt_bias, dt_softplus).to(state.dtype).unsqueeze(-1)
-    state.mul_((sizes * A).exp())
-    state.addcmul_(sizes * x.unsqueeze(-1), B.unsqueeze(1).to(state.dtype))
-    y = (state @ C.unsqueeze(-1).to(state.dtype)).squeeze(-1)
+    x, sizes, b, c = (y.unsqueeze(1) for y in (hidden_states, step_sizes(dt, dt_bias, dt_softplus), B, C))
+    y, after = operator.selective_scan_step(Inputs(x, sizes, A, b, c, state))
+    state.copy_(after)
+    y = y.squeeze(1)
     if D is not None:
-        y = y.addcmul(x, D)
-    return (y if z is None else y * silu(z)).to(x.dtype)
+        y = y.addcmul(hidden_states, D)
+    return (y if z is None else y * silu(z)).to(hidden_states.dtype)
