@@ -317,18 +317,20 @@ def test_models_of_one_vocabulary_stand_side_by_side():
         (decoder | {"attention": ["delta_net", "delta_net"]}, text, "Text", "Delta net attention"),
         (decoder | {"attention": ["linear", "window"]}, image, "8 × 8 pixels", "Linear and window attention"),
         (decoder | {"attention": "mamba2"}, image, "8 × 8 pixels", "Mamba-2 attention"),
-        (decoder, text, "Text", "Linear attention (5)"),
-        (decoder, other, "Text: 6", "Linear attention"),
-        (lstm, other, "Text: 6", "LSTM"),
+        (decoder | {"attention": ["rwkv4"] * 2}, image, "8 × 8 pixels", "RWKV-4 attention"),
+        (decoder | {"attention": ["window", "aft"]}, image, "8 × 8 pixels", "Window and AFT attention"),
+        (decoder, text, "Text", "Linear attention (7)"),
+        (decoder, other, "Text: 8", "Linear attention"),
+        (lstm, other, "Text: 8", "LSTM"),
         (decoder, verse, "verse", "Linear attention"),
         (decoder | {"attention": "softmax"}, verse | {"data": "prose"}, "verse", "Softmax attention"),
-        (decoder, other | {"data": "verse", "characters": ["d"]}, "verse: 10", "Linear attention"),
+        (decoder, other | {"data": "verse", "characters": ["d"]}, "verse: 12", "Linear attention"),
     ]
     entries = [entry_of(str(n), model, vocabulary, 1) for n, (model, vocabulary, *_) in enumerate(models)]
     vocabularies = {str(n): vocabulary for n, (_, vocabulary, *_) in enumerate(models)}
     found = distinguished(entries, vocabularies)
     assert [(entry["group"], entry["title"]) for entry in found] == [tuple(rest) for _, _, *rest in models]
-    assert [entry["transformer"] for entry in entries[6:9]] == [True, False, True]
+    assert [entry["transformer"] for entry in entries[8:11]] == [True, False, True]
 
 
 @pytest.mark.slow

@@ -59,12 +59,18 @@ def is_plain(name: str) -> bool:
     return bool(name) and Path(name).name == name and not name.startswith(".")
 
 
+WORDS = {
+    "aft": "AFT", "kda": "KDA", "mamba": "Mamba", "mamba2": "Mamba-2", "rfa": "RFA", "rwkv4": "RWKV-4",
+    "rwkv7": "RWKV-7",
+}  # fmt: skip
+"""The names of mechanisms in a title, where they are not their words."""
+
+
 def entry_of(name: str, model: Mapping[str, object], vocabulary: Vocabulary, size: int) -> Entry:
     """Return the entry of a model whose graph has `size` bytes."""
     attention = model.get("attention", model.get("cell"))
-    if isinstance(attention, list):
-        attention = " and ".join(dict.fromkeys(attention))
-    words = str(attention).replace("_", " ").replace("mamba2", "Mamba-2")
+    names = attention if isinstance(attention, list) else [str(attention)]
+    words = " and ".join(WORDS.get(name, name.replace("_", " ")) for name in dict.fromkeys(names))
     title = f"{words[0].upper()}{words[1:]} attention" if "attention" in model else words.upper()
     if attention is None:  # of the models without both, a model of speech
         title = "BiLSTM"
