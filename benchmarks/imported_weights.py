@@ -48,6 +48,7 @@ DELTA = {
     "linear_key_head_dim": 16, "linear_value_head_dim": 32,
 }  # fmt: skip
 CAUSAL: dict[str, dict[str, Any]] = {
+    "Mamba": {"state_size": 16},
     "Mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 32},
     "Qwen3Next": DELTA | {"head_dim": 16, "num_experts": 0},
     "Qwen3_5": DELTA | {"head_dim": 16},

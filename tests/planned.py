@@ -34,6 +34,8 @@ MODELS = {
     "delta rule, gated": of("delta_net", gated=True, conv=3, max_beta=2.0),
     "delta rule, shared keys": of("delta_net", gated=True, n_groups=2, rotary=True),
     "kda": of("kda"),
+    "mamba": of("mamba", value_dim=12),
+    "mamba, not convolved": of("mamba", conv=None, step_rank=3, head_dim=5),
     "mamba2": of("mamba2", n_groups=2, value_dim=6),
     "mamba2, not convolved": of("mamba2", conv=None),
     "rfa": of("rfa", n_features=5, rotary=True),

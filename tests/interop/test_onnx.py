@@ -193,9 +193,12 @@ def test_the_manifest_says_what_the_graph_is(pair):
                 assert tuple(x.shape[1:]) == leaf.shape
 
 
+@pytest.mark.parametrize(
+    "fields", [{"attention": "rwkv4", "activation": "channel_mix"}, {"attention": "mamba"}]
+)
 @torch.no_grad()
-def test_rwkv4_reads_one_token_per_call(tmp_path):
-    model = make("rwkv4", positions="none", activation="channel_mix")
+def test_some_scans_read_one_token_per_call(fields, tmp_path):
+    model = make(positions="none", **fields)
     assert export(model, tmp_path).length == 1
     assert_same_draws(model, load(tmp_path), [[1, 2, 3], [4]], seed=0)
 

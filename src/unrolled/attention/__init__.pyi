@@ -13,6 +13,7 @@ from unrolled.attention.linear import LinearAttention
 from unrolled.attention.linformer import LinformerAttention
 from unrolled.attention.long_short import LongShortAttention
 from unrolled.attention.longformer import LongformerAttention
+from unrolled.attention.mamba import Mamba
 from unrolled.attention.mamba2 import Mamba2
 from unrolled.attention.nystromformer import NystromformerAttention
 from unrolled.attention.perceiver import PerceiverAttention
@@ -52,6 +53,8 @@ def load(name: Literal["linformer"]) -> type[LinformerAttention]: ...
 def load(name: Literal["long_short"]) -> type[LongShortAttention]: ...
 @overload
 def load(name: Literal["longformer"]) -> type[LongformerAttention]: ...
+@overload
+def load(name: Literal["mamba"]) -> type[Mamba]: ...
 @overload
 def load(name: Literal["mamba2"]) -> type[Mamba2]: ...
 @overload

@@ -297,6 +297,14 @@ class Builder:
         arrays = {"weights": self._float(log_decay), "bias": self._float(bonus)}
         return self._add("average", self.value(n), k, second=v.place, n=n, state=place, **arrays)
 
+    def scan(self, x: Value, dt: Value, a: Tensor, b: Value, c: Value) -> Value:
+        """Scan each channel with the rates `a [channels, states]`, as `unrolled.ops.selective_scan` does."""
+        n, states = a.shape
+        place = self._state(states * n)
+        self.slots[-1].append(Slot("scan", place, (states, n)))
+        fields = {"second": dt.place, "third": b.place, "reader": c.place, "weights": self._float(a.T)}
+        return self._add("scan", self.value(n), x, n=n, features=states, state=place, **fields)
+
     def recur(
         self,
         sizes: Heads,

@@ -11,6 +11,7 @@ from unrolled.attention.delta_net import DeltaNet
 from unrolled.attention.gated_linear import GatedLinearAttention
 from unrolled.attention.kda import KimiDeltaAttention
 from unrolled.attention.linear import LinearAttention
+from unrolled.attention.mamba import Mamba
 from unrolled.attention.mamba2 import Mamba2
 from unrolled.attention.retention import Retention, log_gamma
 from unrolled.attention.rfa import RandomFeatureAttention
@@ -186,6 +187,17 @@ def _delta_rule(builder: Builder, layer: Layer, qkv: list[Value], rates: Value, 
     return _normed(builder, layer.norm, o)
 
 
+def _mamba(builder: Builder, layer: Mamba, x: Value, qkv: list[Value]) -> Value:
+    v, rank, states = qkv[2], layer.step_rank, layer.head_dim
+    if layer.short_conv is None:
+        builder.apply("silu", v)
+    r, b, c = builder.layer(v, layer.select_proj).split([rank, states, states])
+    steps = builder.apply("softplus", builder.layer(r, layer.step_proj))
+    o = builder.scan(v, steps, -layer.log_pace.detach().float().exp(), b, c)
+    builder.add(o, builder.apply("identity", v, weight=layer.skip), o)
+    return _gated(builder, o, builder.layer(x, layer.gate_proj), "silu")
+
+
 def _mamba2(builder: Builder, layer: Mamba2, x: Value, qkv: list[Value]) -> Value:
     q, k, v = qkv
     if layer.short_conv is None:
@@ -319,6 +331,7 @@ _MECHANISMS: dict[type[nn.Module], Callable[[Builder, Any, Value, list[Value]], 
     GatedLinearAttention: _gated_linear,
     DeltaNet: _delta,
     KimiDeltaAttention: _kda,
+    Mamba: _mamba,
     Mamba2: _mamba2,
     RandomFeatureAttention: _rfa,
     RWKV4: _rwkv4,

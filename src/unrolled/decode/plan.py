@@ -313,8 +313,8 @@ def plan(model: nn.Module, weights: Weights = "fp32", *, sample: Tensor | None =
 
     Args:
         model: a `Decoder`, on a CPU. Its attention may be linear (with any feature map of
-            `unrolled.ops.feature_maps`), gated_linear, retention, rfa, mamba2, delta_net, kda, rwkv4, rwkv7,
-            window or softmax, and differ by layer.
+            `unrolled.ops.feature_maps`), gated_linear, retention, rfa, mamba, mamba2, delta_net, kda, rwkv4,
+            rwkv7, window or softmax, and differ by layer.
         weights: the form of the matrices: "fp32", "bf16" (half the memory), "int8" (a quarter) or "int4" (a
             seventh); see `unrolled.decode.packing`. The inputs of a matrix are rounded too: to 16 bits with
             "int8", to 8 bits with "int4", and to bfloat16 with "bf16" on processors with AVX-512 BF16 and

@@ -60,7 +60,7 @@ class Slot(NamedTuple):
     """A part of the state of one layer.
 
     Attributes:
-        kind: "convolution", "average", "recurrence", "window" or "cache".
+        kind: "convolution", "average", "scan", "recurrence", "window" or "cache".
         place: where it begins in the state of a sequence; for a cache, in floats per token.
         sizes: its axes without the batch; for a window or a cache [groups, window, features], of the keys.
         values: width of a value.

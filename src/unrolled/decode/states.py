@@ -103,6 +103,14 @@ def _write_average(slot: "Slot", state: PlanState) -> Fields:
     return {"num": num.clone(), "den": den.clone(), "top": top.masked_fill(den == 0, LOWEST)}
 
 
+def _read_scan(slot: "Slot", parts: Fields, after: PlanState) -> None:
+    _part(after.fixed, slot.place, slot.sizes).copy_(parts["h"].mT)
+
+
+def _write_scan(slot: "Slot", state: PlanState) -> Fields:
+    return {"h": _part(state.fixed, slot.place, slot.sizes).mT.clone(memory_format=torch.contiguous_format)}
+
+
 def _sums(slot: "Slot", fixed: Tensor) -> Fields:
     G, R, M = slot.sizes
     found = {"kv": _part(fixed, slot.place, slot.sizes)}
@@ -187,6 +195,7 @@ def _write_cache(slot: "Slot", state: PlanState) -> Fields:
 _READ: dict[str, Callable[["Slot", Fields, PlanState], None]] = {
     "convolution": _read_convolution,
     "average": _read_average,
+    "scan": _read_scan,
     "recurrence": _read_recurrence,
     "window": _read_window,
     "cache": _read_cache,
@@ -194,6 +203,7 @@ _READ: dict[str, Callable[["Slot", Fields, PlanState], None]] = {
 _WRITE: dict[str, Callable[["Slot", PlanState], Fields]] = {
     "convolution": _write_convolution,
     "average": _write_average,
+    "scan": _write_scan,
     "recurrence": _write_recurrence,
     "window": _write_window,
     "cache": _write_cache,

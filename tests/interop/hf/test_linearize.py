@@ -178,12 +178,13 @@ OPTIONS = {
 }
 
 UNGROUPED = {"aft", "mamba2"}  # take as many heads of keys as of queries
+OTHER_PROJECTIONS = {"mamba", "reformer"}
 
 
 RECURRENT = [x for x in attention.names() if attention.load(x).supports.recurrence != "none"]
 
 
-@pytest.mark.parametrize("name", [x for x in RECURRENT if x != "reformer"])
+@pytest.mark.parametrize("name", [x for x in RECURRENT if x not in OTHER_PROJECTIONS])
 def test_every_recurrent_mechanism_continues_in_chunks(name):
     model, given = make("gpt2" if name in UNGROUPED else "llama"), inputs("llama")
     hf.linearize(model, name, **OPTIONS.get(name, {}))
@@ -454,6 +455,7 @@ DISTANCE = torch.arange(5.0) - torch.arange(5.0)[:, None]  # as ALiBi adds it
         (lambda: hf.linearize(initial("Mistral", "ForCausalLM", GROUPED | {"sliding_window": 8})), UnsupportedError, "sliding window of 8 tokens"),
         (lambda: hf.linearize(initial("GPT2", "LMHeadModel", GPT2 | {"add_cross_attention": True})), UnsupportedError, "cross-attention"),
         (lambda: hf.linearize(make("gpt2"), "reformer"), UnsupportedError, "reformer attention has projections of other shapes"),
+        (lambda: hf.linearize(make("gpt2"), "mamba"), UnsupportedError, "mamba attention has projections of other shapes"),
         (lambda: hf.linearize(hf.linearize(make("llama"), layers=[1])), ValueError, "layer 1 was replaced before"),
         (lambda: padding_of(LOWER.triu(-1), 5, causal=True), UnsupportedError, "more than padding"),
         (lambda: padding_of(LOWER.float().log() + DISTANCE, 5, causal=True), UnsupportedError, "adds finite numbers to the scores"),

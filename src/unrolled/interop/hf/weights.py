@@ -9,7 +9,7 @@ from unrolled.contract import UnsupportedError
 from unrolled.extras import how_to_install
 from unrolled.folders import of_transformers
 from unrolled.interop.copying import Foreign, refuse_adapters
-from unrolled.interop.hf import bert, hybrid, mamba2, perceiver, rwkv
+from unrolled.interop.hf import bert, hybrid, mamba, mamba2, perceiver, rwkv
 from unrolled.interop.hf.families import class_name
 from unrolled.models import Decoder, Encoder, PerceiverIO
 
@@ -21,6 +21,7 @@ FAMILIES: dict[str, Callable[..., Decoder | Encoder | PerceiverIO]] = {
     "longformer": bert.from_longformer,
     "big_bird": bert.from_big_bird,
     "nystromformer": bert.from_nystromformer,
+    "mamba": mamba.from_mamba,
     "mamba2": mamba2.from_mamba2,
     "perceiver": perceiver.from_perceiver,
     "qwen3_next": hybrid.from_qwen,
@@ -43,9 +44,9 @@ def import_weights(source: object, **attention_options: object) -> Decoder | Enc
     with output "hidden"; `...ForMaskedLM`, `...ForSequenceClassification`, `...ForTokenClassification` and
     `...ForQuestionAnswering` become encoders with the corresponding outputs. Perceivers for masked language
     modelling, for text classification and for images with Fourier features become a `PerceiverIO`.
-    `Mamba2ForCausalLM`, `RwkvForCausalLM` and `OlmoHybridForCausalLM`, and without experts also
-    `Qwen3NextForCausalLM` and `Qwen3_5ForCausalLM`, become a `Decoder`. The copy has the dtype, device and
-    mode of the original. It has no dropout on attention weights.
+    `MambaForCausalLM`, `Mamba2ForCausalLM`, `RwkvForCausalLM` and `OlmoHybridForCausalLM`, and without
+    experts also `Qwen3NextForCausalLM` and `Qwen3_5ForCausalLM`, become a `Decoder`. The copy has the dtype,
+    device and mode of the original. It has no dropout on attention weights.
 
     Args:
         source: a model of transformers; or the folder or hub name of one, read from safetensors only.

@@ -52,6 +52,7 @@ from unrolled.ops.sequence.scan import scan
 from unrolled.ops.sequence.summaries import (
     Appended,
     Decayed,
+    DecayedEach,
     Fields,
     Latest,
     Shifted,
@@ -64,6 +65,7 @@ __all__ = [
     "PIPELINE_FROM",
     "Appended",
     "Decayed",
+    "DecayedEach",
     "Fields",
     "Latest",
     "Ranks",

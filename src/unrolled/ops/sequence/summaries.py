@@ -53,6 +53,12 @@ class Decayed(Summary):
         return {name: _over(share, x) * x + self.own[name].to(x.dtype) for name, x in state.items()}
 
 
+class DecayedEach(Decayed):
+    """Sums with a decay for every number: `through` has the shape of the state, columns included."""
+
+    pipelined = False
+
+
 class Transformed(Summary):
     """A linear map of the rows: `through` is the matrix `[B,G,D,D]` by which the state is multiplied."""
 

@@ -1,0 +1,106 @@
+"""Mamba of transformers becomes a decoder that computes the same."""
+
+import pytest
+import torch
+import transformers
+from agreement import assert_agree
+
+from unrolled.contract import UnsupportedError
+from unrolled.generation import generate
+from unrolled.interop.hf import import_weights
+from unrolled.models import Decoder
+
+SIZES = {
+    "vocab_size": 19,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "state_size": 6,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
+
+
+def mamba(**settings):
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(**SIZES | settings)
+    model = transformers.MambaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"layer_norm_epsilon": 0.1, "expand": 1, "conv_kernel": 3, "tie_word_embeddings": False},
+        {"use_bias": True, "time_step_rank": 5},
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_logits_are_equal(settings):
+    theirs = mamba(**settings)
+    ours = import_weights(theirs)
+    assert isinstance(ours, Decoder)
+    assert not ours.training
+    tokens = torch.randint(1, 19, (2, 20))
+    # With a bias, their convolution reads it at padding.
+    padding = torch.arange(20) < torch.tensor([[0], [0 if "use_bias" in settings else 7]])
+    expected = theirs(tokens, attention_mask=(~padding).long()).logits
+    found = ours(tokens, key_padding_mask=padding)
+    assert_agree(found[~padding], expected[~padding], f"MambaForCausalLM {settings}", tolerance=1e-5)
+
+
+@torch.no_grad()
+def test_what_is_generated_is_equal():
+    theirs = mamba()
+    ours = import_weights(theirs)
+    prompt = [3, 1, 4, 1, 5]
+    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
+    (found,) = generate(ours, [prompt], temperature=0, max_new_tokens=12)
+    assert found.tolist() == expected[0, len(prompt) :].tolist()
+
+
+def test_gradients_are_equal():
+    theirs = mamba()
+    ours = import_weights(theirs)
+    tokens = torch.randint(1, 19, (2, 13))
+    theirs(tokens, labels=tokens).loss.backward()
+    ours.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+    pairs = zip(ours.stack.layers, theirs.backbone.layers, strict=True)
+    for number, (block, layer) in enumerate(pairs):
+        found, expected = block.attention, layer.mixer
+        for ours_weight, theirs_weight in (
+            (found.log_pace, expected.A_log),
+            (found.skip, expected.D),
+            (found.select_proj.weight, expected.x_proj.weight),
+            (found.step_proj.bias, expected.dt_proj.bias),
+        ):
+            assert_agree(ours_weight.grad, theirs_weight.grad, f"gradients of layer {number}", tolerance=1e-5)
+
+
+def test_a_folder_is_read(tmp_path):
+    theirs = mamba()
+    theirs.save_pretrained(tmp_path)
+    tokens = torch.randint(1, 19, (2, 13))
+    with torch.no_grad():
+        assert torch.equal(import_weights(tmp_path).eval()(tokens), import_weights(theirs)(tokens))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', but must be 'silu'"),
+        ({"use_conv_bias": False}, "use_conv_bias is False"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused(settings, message):
+    with pytest.raises(UnsupportedError, match=message):
+        import_weights(mamba(**settings))
+
+
+def test_a_model_without_a_head_is_refused():
+    with pytest.raises(UnsupportedError, match="MambaModel has no counterpart here"):
+        import_weights(mamba().backbone)
