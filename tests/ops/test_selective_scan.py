@@ -252,6 +252,14 @@ WRONG = {
 }
 
 
+def test_a_step_names_wrong_input():
+    x, dt, a, b, c, state = inputs(2, 1, 5, 4)
+    with pytest.raises(ValueError, match=r"b is torch.float64 of shape \[2, 1, 4\], but must be .* \[B, N\]"):
+        selective_scan_step(x[:, 0], dt[:, 0], a, b, c[:, 0], state)
+    with pytest.raises(ValueError, match="state is a NoneType, but must be a tensor"):
+        selective_scan_step(x[:, 0], dt[:, 0], a, b[:, 0], c[:, 0], None)
+
+
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_input_is_named(message):
     names = ("x", "dt", "a", "b", "c", "state")

@@ -145,6 +145,18 @@ def test_a_slow_decay_keeps_its_digits(form, mean, instruction_set):
 
 
 @pytest.mark.parametrize("form", [wkv, plain])
+@pytest.mark.parametrize("log_pace", [4, 12, 16, 18, 60, 88])
+def test_a_fast_decay_leaves_the_tokens_that_follow(form, log_pace, instruction_set):
+    """A sum over many tokens of such a decay has no digits left for a key."""
+    k, v, _, bonus, state = inputs(2, 300, 5, dtype=torch.float32)
+    given = [100 * k, v, -torch.full((5,), float(log_pace)).exp(), bonus, state]
+    expected, _ = definition(*(x.double() for x in given[:4]), state=given[4].double())
+    o, after = form(*given[:4], state=given[4])
+    torch.testing.assert_close(o.double(), expected, atol=1e-3, rtol=1e-3)
+    assert after.isfinite().all()
+
+
+@pytest.mark.parametrize("form", [wkv, plain])
 @pytest.mark.parametrize("shift", [-1000, -80, 80, 1000])
 def test_no_exponential_overflows(form, shift, instruction_set):
     given = inputs(2, 40, 5, dtype=torch.float32)
@@ -295,10 +307,14 @@ WRONG = {
     },
     r"bonus is torch.int64 of shape \[5\]": {"bonus": torch.zeros(5).long()},
     "log_decay is up to 0.25, but must be at most 0": {"log_decay": torch.full((5,), 0.25).double()},
+    "log_decay is as low as -inf, but must be finite": {"log_decay": torch.full((5,), -torch.inf).double()},
     r"state is torch.float32 of shape \[2, 3, 5\], but must be torch.float64": {
         "state": torch.zeros(2, 3, 5)
     },
     "v is a float, but must be a tensor": {"v": 0.5, "key_padding_mask": torch.zeros(2, 9).bool()},
+    "cu_seqlens packs sequences into one row, but there are 2": {
+        "cu_seqlens": torch.tensor([0, 9], dtype=torch.int32)
+    },
     r"key_padding_mask has shape \[2, 8\]": {"key_padding_mask": torch.zeros(2, 8).bool()},
     "key_padding_mask was given with cu_seqlens": {
         "key_padding_mask": torch.zeros(2, 9).bool(),
@@ -319,5 +335,11 @@ def test_a_step_names_wrong_input():
     k, v, log_decay, bonus, state = inputs(2, 1, 5)
     with pytest.raises(ValueError, match="k is a float, but must be a tensor"):
         wkv_step(0.5, v[:, 0], log_decay, bonus, state)
+    with pytest.raises(ValueError, match=r"k is torch.float64 of shape \[2, 1, 5\], but must be .* \[B, C\]"):
+        wkv_step(k, v[:, 0], log_decay, bonus, state)
+    with pytest.raises(ValueError, match=r"v is torch.float64 of shape \[2, 4\], but must be .* \[2, 5\]"):
+        wkv_step(k[:, 0], v[:, 0, :4], log_decay, bonus, state)
+    with pytest.raises(ValueError, match="state is a NoneType, but must be a tensor"):
+        wkv_step(k[:, 0], v[:, 0], log_decay, bonus, None)
     with pytest.raises(ValueError, match=r"state is torch.float64 of shape \[1, 3, 5\], but must be"):
         wkv_step(k[:, 0], v[:, 0], log_decay, bonus, state[:1])

@@ -16,7 +16,8 @@ that fall linearly with the distance, at one slope per channel.
 Cost for d = n_heads head_dim channels: in training time and memory O(T d); per generated token time, memory
 and state O(d).
 Cannot: weigh keys by the query, attend in both directions or to another sequence, nor honour an `attn_mask`.
-Equals softmax attention: never. It is softmax attention with d heads one channel wide and the scores above.
+Equals softmax attention with queries: never. It is a softmax per channel, over k_j - (t - 1 - j) exp(A) for
+earlier tokens j, and k_t + u for the token itself.
 """
 
 import math
@@ -62,7 +63,7 @@ class RWKV4(TokenShiftAttention[RWKV4State, Last]):
     """The time mixing of RWKV-4.
 
     Args:
-        d_model, n_heads, common: see `MultiHeadAttention`; must be causal, and value_dim must be head_dim.
+        d_model, n_heads, common: see `MultiHeadAttention`. `causal` must be True, and `value_dim` head_dim.
             Each of the n_heads head_dim channels is averaged by itself, so heads matter only if they share
             keys and values.
 

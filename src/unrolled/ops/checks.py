@@ -170,6 +170,8 @@ def check_padding_or_pack(key_padding_mask: Tensor | None, cu_seqlens: Tensor | 
             )
         check_key_padding_mask(key_padding_mask, *x.shape[:2])
     if cu_seqlens is not None:
+        if x.shape[0] != 1:
+            raise ValueError(f"cu_seqlens packs sequences into one row, but there are {x.shape[0]}")
         check_cu_seqlens(cu_seqlens, x, x)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from unrolled.ops.checks import wrong
 from unrolled.ops.conv import causal_conv_step
 from unrolled.ops.sequence import causal_conv
 
@@ -43,7 +44,14 @@ def mix_with_token_before(
 
     Returns:
         the mixtures `[...,n,C]`, and the last token, `[B,1,C]`, one row per sequence.
+
+    Raises:
+        ValueError: an argument of the wrong shape or type, or one token without `last`.
     """
+    if mu.dim() != 2 or mu.shape[1] != x.shape[-1]:
+        raise wrong("mu", mu, f"[n, {x.shape[-1]}], as wide as x")
+    if x.dim() == 2 and last is None:
+        raise ValueError("last is None, but must be the token before, since x is one token")
     one = x.new_ones(x.shape[-1])
     taps = torch.stack([one, one - 1], dim=-1)
     if x.dim() == 2 and last is not None:

@@ -98,8 +98,16 @@ def selective_scan_step(
     Raises:
         ValueError: as `selective_scan`.
     """
-    for name, each in (("x", x), ("dt", dt), ("b", b), ("c", c)):
+    for name, each, axes in (
+        ("x", x, "[B, C]"),
+        ("dt", dt, "[B, C]"),
+        ("b", b, "[B, N]"),
+        ("c", c, "[B, N]"),
+    ):
         check_tensor(name, each)
+        if each.dim() != 2 or not each.is_floating_point():
+            raise wrong(name, each, f"floating point {axes}")
+    check_tensor("state", state)
     x, dt, b, c = (each.unsqueeze(1) for each in (x, dt, b, c))
     y, after = operator.selective_scan_step(_checked(x, dt, a, b, c, state))
     return y.squeeze(1).to(x.dtype), after

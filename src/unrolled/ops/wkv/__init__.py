@@ -16,6 +16,8 @@ d = 0 and u = 0 it is the causal AFT-simple of Zhai et al. 2021 (arXiv 2105.1410
 Time and memory O(T C) for C channels; state O(C).
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -98,8 +100,13 @@ def wkv_step(k: Tensor, v: Tensor, log_decay: Tensor, bonus: Tensor, state: Tens
     Raises:
         ValueError: as `wkv`.
     """
-    for name, each in (("k", k), ("v", v)):
-        check_tensor(name, each)
+    check_tensor("k", k)
+    if k.dim() != 2 or not k.is_floating_point():
+        raise wrong("k", k, "floating point [B, C]")
+    check_tensor("v", v)
+    if v.shape != k.shape or not v.is_floating_point():
+        raise wrong("v", v, f"floating point {list(k.shape)}")
+    check_tensor("state", state)
     inputs = _checked(k.unsqueeze(1), v.unsqueeze(1), log_decay, bonus, state)
     o, after = operator.wkv_step(inputs)
     return o.squeeze(1).to(v.dtype), after
@@ -137,8 +144,12 @@ def _checked(
         if each.device != k.device:
             raise ValueError(f"{name} is on {each.device}, but k is on {k.device}: move one of them")
     check_padding_or_pack(padding, cu_seqlens, k)
-    if may_read(log_decay) and bool((log_decay > 0).any()):
-        raise wrong("log_decay", f"up to {log_decay.max().item():g}", "at most 0")
+    if C and may_read(log_decay):
+        low, high = (x.item() for x in log_decay.aminmax())
+        if high > 0:
+            raise wrong("log_decay", f"up to {high:g}", "at most 0")
+        if low == -math.inf:
+            raise wrong("log_decay", "as low as -inf", "finite")
     rows, dtype = B if cu_seqlens is None else cu_seqlens.shape[0] - 1, _state_dtype(k, v, log_decay, bonus)
     if state is None:
         state = empty_state(rows, C, k.new_empty(0, dtype=dtype))

@@ -2,8 +2,8 @@
 
 The forward pass reads and writes each number in memory once. Backward:
 
-1. The same scan, which keeps the sums before each token, and the exponents of its weights. This memory, four
-   fp32 numbers per token and channel, is the only one besides the results.
+1. The same scan, which keeps the sums before each token, and the exponents of its weights: four fp32 numbers
+   per token and channel. All other memory depends on the number of sequences, not on their length.
 2. The gradients, from the last token to the first. Each sequence computes its part of those of d and u.
 """
 
