@@ -8,6 +8,7 @@ from unrolled import models
 from unrolled.generation import generate
 from unrolled.models import Decoder, DecoderConfig, Encoder, EncoderConfig
 from unrolled.models.channel_mix import ChannelMix
+from unrolled.ops.token_shift import mix_with_token_before
 from unrolled.training import TrainConfig
 from unrolled.training.optim import build_optimizers
 
@@ -109,11 +110,35 @@ def test_gradients_with_recomputation_are_equal():
         torch.testing.assert_close(ours, theirs)
 
 
+def test_a_wrong_last_token_is_named():
+    model, tokens = decoder(), torch.randint(0, 11, (2, 5))
+    state = model.init_state(2)
+    for wrong, words in ((None, "a NoneType"), (state.layers[0].previous[:1], r".* of shape \[1, 1, 8\]")):
+        spoiled = state._replace(layers=tuple(layer._replace(previous=wrong) for layer in state.layers))
+        with pytest.raises(ValueError, match=f"state.previous is {words}, but must be"):
+            model.prefill(tokens, spoiled)
+        with pytest.raises(ValueError, match=f"state.previous is {words}, but must be"):
+            model.step(tokens[:, 0], spoiled)
+
+
+@pytest.mark.parametrize(
+    ("x", "mu", "message"),
+    [
+        ((2, 3, 4), (2, 5), r"mu is torch.float32 of shape \[2, 5\], but must be \[n, 4\], as wide as x"),
+        ((2, 3, 4), (4,), r"mu is torch.float32 of shape \[4\]"),
+        ((2, 4), (2, 4), "last is None, but must be the token before"),
+    ],
+)
+def test_mixtures_that_do_not_fit_are_named(x, mu, message):
+    with pytest.raises(ValueError, match=message):
+        mix_with_token_before(torch.zeros(x), torch.zeros(mu))
+
+
 def test_models_that_cannot_have_it_say_so():
     message = "activation is 'channel_mix', but must be another one in "
     with pytest.raises(ValueError, match=f"{message}a bidirectional model"):
         Encoder(EncoderConfig(vocab_size=11, n_classes=3, attention="linear", **SIZES))
-    with pytest.raises(ValueError, match="must be another one here: it needs a causal model that is not rev"):
+    with pytest.raises(ValueError, match="must be another one here: only a Decoder that is not rev"):
         Decoder(DecoderConfig(11, reversible=True, **SIZES))
     with pytest.raises(ValueError, match="ff_chunk is 8, but must be None with activation 'channel_mix'"):
         DecoderConfig(11, ff_chunk=8, **SIZES)

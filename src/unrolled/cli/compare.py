@@ -54,7 +54,8 @@ def compare(
     have more structure.
 
     Beyond 4,096 tokens, `similarity` and `topk` need gigabytes or minutes, and are not measured. `aft` has
-    position_bias=local unless --set says otherwise. The report is written after each length.
+    position_bias=local unless --set says otherwise. Recurrences that forget are measured with --causal only.
+    The report is written after each length.
 
     \b
     Examples:

@@ -46,7 +46,7 @@ def _with_windows(mechanism: str, **options: object) -> Sections:
 RECIPES: dict[str, Sections] = {
     # Katharopoulos et al. 2020: linear attention in every layer, learned positions. The fields' own defaults.
     "classic": {},
-    # A whole RWKV-4: its feed-forward layers read the token before too.
+    # RWKV-4, with biases in its attention. Its feed-forward layers read the token before too.
     "rwkv-lm": _for_text(
         positions="rotary",  # of mechanisms that replace this one
         attention=["rwkv4"],

@@ -89,7 +89,7 @@ class FeedForward(Layer):
             raise wrong(
                 "activation",
                 repr(activation),
-                "another one here: it needs a causal model that is not reversible",
+                "another one here: only a Decoder that is not reversible has it",
             )
         self.activation, self.chunk = activation, chunk
         self.up = Linear(d_model, 2 * d_ff if activation == "swiglu" else d_ff, bias=bias)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from unrolled.models.blocks import AttentionBlock, Masks, make_norm
 from unrolled.models.config import TransformerConfig
-from unrolled.ops.checks import wrong
+from unrolled.ops.checks import check_state_tensor, wrong
 from unrolled.ops.dense import Layer, Linear
 from unrolled.ops.masks import zero_padding
 from unrolled.ops.precision import accumulation_dtype
@@ -74,23 +74,22 @@ class MixingBlock(AttentionBlock):
     def init_state(self, batch_size: int) -> Parts:
         """Make the state of `batch_size` sequences before their first token."""
         of_attention = super().init_state(batch_size)
-        last = self.ff.mix.new_zeros(
-            batch_size, 1, self.attention.d_model, dtype=accumulation_dtype(self.ff.mix.dtype)
-        )
+        mix = self.ff.mix
+        last = mix.new_zeros(batch_size, 1, mix.shape[1], dtype=accumulation_dtype(mix.dtype))
         return MixingState(of_attention, last)
 
     def prefill(
         self, x: Tensor, state: Parts, *, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, Parts]:
         """[B, T, d_model] -> [B, T, d_model], from a state to a state."""
-        of_attention, last = _parts(state)
+        of_attention, last = self._parts(state, x)
         x, of_attention = super().prefill(x, of_attention, key_padding_mask=key_padding_mask)
         x, last = self._mix(x, last, key_padding_mask)
         return x, MixingState(of_attention, last)
 
     def step(self, x: Tensor, state: Parts) -> tuple[Tensor, Parts]:
         """[B, d_model] -> [B, d_model], from a state to a state."""
-        of_attention, last = _parts(state)
+        of_attention, last = self._parts(state, x)
         x, of_attention = super().step(x, of_attention)
         x, last = self._mix(x, last)
         return x, MixingState(of_attention, last)
@@ -106,12 +105,14 @@ class MixingBlock(AttentionBlock):
         y, last = self.ff(read, last, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
         return self._after(x, y, self.ff_norm), last
 
-
-def _parts(state: Parts) -> MixingState:
-    """Check the type of a state; the layers check its parts."""
-    if not isinstance(state, MixingState):
-        raise ValueError(
-            f"state is a {type(state).__name__}, but must be a MixingState, from init_state or prefill of "
-            "this model"
-        )
-    return state
+    def _parts(self, state: Parts, x: Tensor) -> MixingState:
+        """Check a state; the attention checks its own part."""
+        if not isinstance(state, MixingState):
+            raise ValueError(
+                f"state is a {type(state).__name__}, but must be a MixingState, from init_state or prefill "
+                "of this model"
+            )
+        mix = self.ff.mix
+        sizes, dtype = (x.shape[0], 1, mix.shape[1]), accumulation_dtype(mix.dtype)
+        check_state_tensor("state.previous", state.previous, sizes, dtype, x)
+        return state
