@@ -203,6 +203,14 @@ def test_some_scans_read_one_token_per_call(fields, tmp_path):
     assert_same_draws(model, load(tmp_path), [[1, 2, 3], [4]], seed=0)
 
 
+def test_matrices_that_are_applied_in_parts_are_quantised(tmp_path):
+    import onnx
+
+    export(make("rwkv4", positions="none"), tmp_path, int8=True)
+    weights = onnx.load(tmp_path / "int8.onnx").graph.initializer
+    assert max(math.prod(x.dims) for x in weights if x.data_type == onnx.TensorProto.FLOAT) < 16 * 16
+
+
 @pytest.mark.parametrize("pair", ["linear"], indirect=True)
 @torch.no_grad()
 def test_probes_are_the_features_of_the_queries(pair):

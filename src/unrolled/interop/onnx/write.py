@@ -206,8 +206,29 @@ def translated(program: ExportedProgram, opset: int, inputs: list[str], outputs:
         raise UnsupportedError(f"opset is {opset}, but torch {torch.__version__} wrote {found.get('')}")
     if foreign := found.keys() - {"", "ai.onnx", "com.microsoft"}:
         raise UnsupportedError(f"the graph would need operators of {', '.join(sorted(foreign))}")
+    _split_weights(model)
     _remove_notes(model)
     return model
+
+
+def _split_weights(model: "ModelProto") -> None:
+    """Split weights once, not in every call. The quantiser, too, needs each matrix as a weight of its own."""
+    import numpy as np
+    from onnx.numpy_helper import from_array, to_array
+
+    graph = model.graph
+    weights = {x.name: x for x in graph.initializer}
+    splits = [x for x in graph.node if x.op_type == "Split" and {*x.input} <= weights.keys()]
+    for split in splits:
+        whole, sizes = (to_array(weights[name]) for name in split.input)
+        axis = next((x.i for x in split.attribute if x.name == "axis"), 0)
+        parts = np.split(whole, np.cumsum(sizes)[:-1], axis)
+        named = zip(parts, split.output, strict=True)
+        graph.initializer.extend(from_array(np.ascontiguousarray(part), name) for part, name in named)
+        graph.node.remove(split)
+    used = {name for x in graph.node for name in x.input}
+    for name in {name for x in splits for name in x.input} - used:
+        graph.initializer.remove(weights[name])
 
 
 def _remove_notes(model: "ModelProto") -> None:
