@@ -58,11 +58,14 @@ def trained(request, corpus, tmp_path_factory) -> Path:
     return root / "run"
 
 
-def test_the_command_repeated_finds_its_files_intact(corpus):
+def test_the_command_repeated_finds_its_files_intact(corpus, monkeypatch):
     before = everything(corpus)
     command = ["tokenize", corpus.parent / "stories.jsonl.zst", "--out", corpus]
     settings = ["--vocab-size", 300, "--val-fraction", 0.1]
     assert "it was finished before; its files are intact" in works(*command, *settings).stdout
+    monkeypatch.chdir(corpus.parent)
+    in_the_folder = ["tokenize", "stories.jsonl.zst", "--out", corpus]
+    assert "it was finished before; its files are intact" in works(*in_the_folder, *settings).stdout
     assert everything(corpus) == before
     assert "of other settings (vocab_size)" in error(*command, "--val-fraction", 0.1)
 

@@ -60,7 +60,7 @@ class Tokenizing:
         """Everything that determines the files of the corpus, as JSON values; the input is read for it."""
         given, learned = self.tokenizer not in ("bpe", "bytes"), self.tokenizer == "bpe"
         return {
-            "files": [[str(file), file_digest(file)] for file in self.documents.files],
+            "files": [[file.name, file_digest(file)] for file in self.documents.files],
             "separator": self.documents.separator,
             "field": self.documents.field,
             "tokenizer": file_digest(Path(self.tokenizer)) if given else self.tokenizer,
