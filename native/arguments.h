@@ -229,6 +229,20 @@ struct Rotary {
     void* y;                        // as x, contiguous
 };
 
+// Mixtures y_z = x + mu_z (other - x). All arrays are contiguous.
+struct Mixtures {
+    int64_t rows, channels, mixtures;
+    int32_t type, mixed_type, threads;
+    const void *x, *other;  // [rows, channels]
+    const float* shares;    // mu, [mixtures, channels]
+    void* const* mixed;     // y_z, or backward their gradients: the address of [rows, channels] for each
+};
+
+struct MixturesGradients {
+    void *d_x, *d_other;  // in the type of x
+    float* d_shares;
+};
+
 // Heads scaled to a length: n = f(x) * length / sqrt(|f(x)|^2 + eps), y = n * weight * g(gate).
 struct HeadScale {
     int64_t rows, tokens, heads, width;

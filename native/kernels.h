@@ -20,6 +20,8 @@ Status EXPORTED(dplr_backward)(const Dplr*, const DplrGradients*);
 Status EXPORTED(selective_scan_forward)(const SelectiveScan*, const SelectiveScanOutputs*);
 Status EXPORTED(selective_scan_backward)(const SelectiveScan*, const SelectiveScanGradients*);
 Status EXPORTED(selective_scan_step)(const SelectiveScan*, const SelectiveScanOutputs*);
+Status EXPORTED(mixtures)(const Mixtures*);
+Status EXPORTED(mixtures_backward)(const Mixtures*, const MixturesGradients*);
 Status EXPORTED(wkv_forward)(const Wkv*, const WkvOutputs*);
 Status EXPORTED(wkv_backward)(const Wkv*, const WkvGradients*);
 Status EXPORTED(linear_step)(const LinearStep*);

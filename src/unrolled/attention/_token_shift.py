@@ -52,5 +52,5 @@ class TokenShiftAttention(MultiHeadAttention[State, Inputs]):
         last = None if inner is None else inner.last
         mixed, last = mix_with_token_before(x, self.mix, last, **masks.of_keys())
         if isinstance(projected, Unmixed):
-            projected = super().project(*mixed[..., :3, :].unbind(-2))
+            projected = super().project(*mixed[:3])
         return super().heads_of(projected, x, masks, cross=cross, state=state, mixed=mixed, last=last)

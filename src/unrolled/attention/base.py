@@ -352,7 +352,7 @@ class MultiHeadAttention(ChecksOptions, nn.Module, Generic[State, Inputs]):
         *,
         cross: bool = False,
         state: Any = None,
-        **further: Tensor | None,
+        **further: Any,
     ) -> Heads[Inputs]:
         """Combine queries, keys and values with positions and what the mechanism computes from the input.
 

@@ -21,6 +21,7 @@ earlier tokens j, and k_t + u for the token itself.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple, Unpack
 
 import torch
@@ -91,7 +92,7 @@ class RWKV4(TokenShiftAttention[RWKV4State, Last]):
         thirds = torch.arange(1, channels + 1) % 3 - 1
         self.bonus = nn.Parameter(math.log(0.3) + 0.5 * thirds)  # u
 
-    def read_input(self, x: Tensor, mixed: Tensor, last: Tensor) -> Last:  # type: ignore[override]
+    def read_input(self, x: Tensor, mixed: Sequence[Tensor], last: Tensor) -> Last:  # type: ignore[override]
         """Hand on the last input."""
         return Last(last)
 

@@ -22,6 +22,7 @@ Equals softmax attention: never. With a = 0, w = 1 and n = 0 it is unnormalised 
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple, Unpack
 
 import torch
@@ -133,10 +134,10 @@ class RWKV7(TokenShiftAttention[RWKV7State, Controls]):
         self.norm_weight = nn.Parameter(torch.ones(values))
         self.norm_bias = nn.Parameter(torch.zeros(values))
 
-    def read_input(self, x: Tensor, mixed: Tensor, last: Tensor) -> Controls:  # type: ignore[override]
+    def read_input(self, x: Tensor, mixed: Sequence[Tensor], last: Tensor) -> Controls:  # type: ignore[override]
         """Compute w, a and the gate from the mixtures `[...,6,d_model]`, and hand on the last input."""
         dtype = accumulation_dtype(x.dtype)
-        w, a, g = mixed[..., 3:, :].unbind(-2)
+        w, a, g = mixed[3:]
         decay = self.decay_up(self.decay_down(w).tanh()).to(dtype)
         rate = self.rate_up(self.rate_down(a)).to(dtype).sigmoid()
         gate = self.gate_up(self.gate_down(g).sigmoid())

@@ -44,7 +44,7 @@ class ChannelMix(Layer):
         mixed, last = mix_with_token_before(
             x, self.mix, last, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens
         )
-        k, r = mixed.unbind(-2)
+        k, r = mixed
         return self.gate(r).sigmoid() * self.down(self.up(k).relu().square()), last
 
 

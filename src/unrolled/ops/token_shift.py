@@ -6,14 +6,15 @@ Peng et al. 2023, "RWKV: Reinventing RNNs for the Transformer Era", arXiv 2305.1
 shift"); mu is 1 - mu there.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import wrong
-from unrolled.ops.conv import causal_conv_step
-from unrolled.ops.sequence import causal_conv
+from unrolled.ops import sequence
+from unrolled.ops.checks import check_state_tensor, check_tensor, wrong
+from unrolled.ops.mixtures import mixtures
+from unrolled.ops.precision import accumulation_dtype
 
 
 def initial_mixtures(width: int, exponents: Iterable[float]) -> Tensor:
@@ -32,7 +33,7 @@ def mix_with_token_before(
     *,
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Sequence[Tensor], Tensor]:
     """Mix `x [B,T,C]`, or one token `[B,C]`.
 
     Args:
@@ -43,21 +44,38 @@ def mix_with_token_before(
         cu_seqlens: int32 `[N+1]` offsets of N sequences packed into one row (B = 1).
 
     Returns:
-        the mixtures `[...,n,C]`, and the last token, `[B,1,C]`, one row per sequence.
+        the n mixtures, like `x`, and the last token, `[B,1,C]`, one row per sequence. Under autocast, the
+        mixtures may have its type, to which linear layers would convert them.
 
     Raises:
         ValueError: an argument of the wrong shape or type, or one token without `last`.
     """
+    check_tensor("x", x)
+    if x.dim() not in (2, 3) or not x.is_floating_point():
+        raise wrong("x", x, "floating point [B, T, C] or [B, C]")
     if mu.dim() != 2 or mu.shape[1] != x.shape[-1]:
         raise wrong("mu", mu, f"[n, {x.shape[-1]}], as wide as x")
     if x.dim() == 2 and last is None:
         raise ValueError("last is None, but must be the token before, since x is one token")
-    one = x.new_ones(x.shape[-1])
-    taps = torch.stack([one, one - 1], dim=-1)
-    if x.dim() == 2 and last is not None:
-        before, last = causal_conv_step(x, taps, last)
-    else:
-        before, last = causal_conv(
+    before, last = _token_before(x, last, key_padding_mask, cu_seqlens)
+    return mixtures(x, before, mu), last
+
+
+def _token_before(
+    x: Tensor, last: Tensor | None, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the token before each, and the last one."""
+    apart = key_padding_mask is not None or cu_seqlens is not None or sequence.current() is not None
+    if x.dim() == 3 and (apart or x.shape[1] == 0):  # a convolution with the taps 1 and 0
+        one = x.new_ones(x.shape[-1])
+        taps = torch.stack([one, one - 1], dim=-1)
+        return sequence.causal_conv(
             x, taps, state=last, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens
         )
-    return x.unsqueeze(-2) + (before - x).unsqueeze(-2) * mu, last
+    sizes, dtype = (x.shape[0], 1, x.shape[-1]), accumulation_dtype(x.dtype)
+    if last is None:
+        last = x.new_zeros(sizes, dtype=dtype)
+    check_state_tensor("last", last, sizes, dtype, x)
+    if x.dim() == 2:
+        return last.squeeze(1).to(x.dtype), x.unsqueeze(1).to(dtype)
+    return torch.cat([last.to(x.dtype), x[:, :-1]], 1), x[:, -1:].to(dtype, copy=True)
