@@ -10,7 +10,7 @@
 // token.
 //
 // SCAN: h <- exp(d a) h + d x b, then y = sum h c over the `features` states of each of n channels. x is at
-// `first`, d at `second`, b at `third` and c at `reader`; a is in `weights`. State and `weights`: [features,
+// `first`, d at `second`, b at `third`, c at `reader`, and a [features, n] in `weights`. State: h [features,
 // n].
 //
 // RECUR: S <- diag(a) S + k v^T, then o = scale S^T q, for each of `groups` states [features, values] and the

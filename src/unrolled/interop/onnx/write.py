@@ -218,7 +218,8 @@ def _split_weights(model: "ModelProto") -> None:
 
     graph = model.graph
     weights = {x.name: x for x in graph.initializer}
-    splits = [x for x in graph.node if x.op_type == "Split" and {*x.input} <= weights.keys()]
+    splits = [x for x in graph.node if x.op_type == "Split" and len(x.input) == 2]
+    splits = [x for x in splits if {*x.input} <= weights.keys()]
     for split in splits:
         whole, sizes = (to_array(weights[name]) for name in split.input)
         axis = next((x.i for x in split.attribute if x.name == "axis"), 0)
