@@ -10,8 +10,7 @@
 // token.
 //
 // SCAN: h <- exp(d a) h + d x b, then y = sum h c over the `features` states of each of n channels. x is at
-// `first`, d at `second`, b at `third`, c at `reader`, and a [features, n] in `weights`. State: h [features,
-// n].
+// `first`, d at `second`, b at `third`, c at `reader`. State: h [features, n]; `weights`: a [features, n].
 //
 // RECUR: S <- diag(a) S + k v^T, then o = scale S^T q, for each of `groups` states [features, values] and the
 // `heads` / `groups` query heads that read it. The gates a are those of the `kind`; q, k, v are at `first`,
