@@ -60,6 +60,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="number of layers, by default as published")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
+    if unknown := set(arguments.families) - FAMILIES.keys():
+        parser.error(f"there is no family {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
     for family in arguments.families:
         found = engines(family, arguments.layers)

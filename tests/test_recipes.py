@@ -107,6 +107,15 @@ def test_options_of_replaced_mechanisms_go(settings: list[str]) -> None:
     assert run.model.attention_options == {}
 
 
+def test_mechanisms_that_cannot_rotate_need_no_option(settings: list[str]) -> None:
+    run = resolved(*settings, "model.attention=mamba")
+    assert run.model.attention_options == {"mamba": {"rotary": False}}
+    mixed = resolved(*settings, "model.attention=[mamba2, window, mamba2, window]")
+    assert mixed.model.attention_options == {"mamba2": {"rotary": False}}
+    own = resolved(*settings, "model.attention=mamba", "model.positions=rotary")
+    assert own.model.attention_options == {}  # building this model is an error
+
+
 def test_a_saved_run_is_complete_without_the_recipe(settings: list[str]) -> None:
     run = resolved(*settings, "model.recipe=best-lm", "model.attention=linear")
     run.save()

@@ -68,6 +68,18 @@ def test_a_state_is_continued():
     torch.testing.assert_close(torch.cat([first, second, third.unsqueeze(1)], 1), module(x))
 
 
+def test_the_fastest_paces_are_finite():
+    """An infinite rate of decay times the step of 0 at padding would be NaN."""
+    torch.manual_seed(0)
+    module, x = Mamba(8, 2, causal=True), torch.randn(1, 4, 8)
+    with torch.no_grad():
+        module.log_pace[0] = 1000.0
+    padding = torch.tensor([[True, False, False, False]])
+    torch.testing.assert_close(module(x, key_padding_mask=padding)[:, 1:], module(x[:, 1:]))
+    module(x).sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in module.parameters())
+
+
 def test_options_that_it_cannot_have_are_refused():
     with pytest.raises(UnsupportedError, match="there are no products to rotate"):
         Mamba(8, 2, causal=True, rotary=True)

@@ -203,6 +203,19 @@ def test_some_scans_read_one_token_per_call(fields, tmp_path):
     assert_same_draws(model, load(tmp_path), [[1, 2, 3], [4]], seed=0)
 
 
+class InHalves(torch.nn.Linear):
+    def forward(self, x):
+        return torch.cat([x @ half.T for half in self.weight.chunk(2)], -1)
+
+
+def test_a_matrix_may_be_applied_in_equal_parts(tmp_path):
+    model = make("linear", positions="none")
+    feed_forward = model.stack.layers[0].ff
+    feed_forward.up = InHalves(16, feed_forward.up.out_features, bias=False)
+    export(model, tmp_path)
+    assert_same_draws(model, load(tmp_path), [[1, 2, 3], [4]], seed=0)
+
+
 def test_matrices_that_are_applied_in_parts_are_quantised(tmp_path):
     import onnx
 

@@ -318,7 +318,12 @@ def test_models_of_one_vocabulary_stand_side_by_side():
         (decoder | {"attention": ["linear", "window"]}, image, "8 × 8 pixels", "Linear and window attention"),
         (decoder | {"attention": "mamba2"}, image, "8 × 8 pixels", "Mamba-2 attention"),
         (decoder | {"attention": ["rwkv4"] * 2}, image, "8 × 8 pixels", "RWKV-4 attention"),
-        (decoder | {"attention": ["window", "aft"]}, image, "8 × 8 pixels", "Window and AFT attention"),
+        (
+            decoder | {"attention": ["window", "aft", "kda"]},
+            image,
+            "8 × 8 pixels",
+            "Window, AFT and KDA attention",
+        ),
         (decoder, text, "Text", "Linear attention (7)"),
         (decoder, other, "Text: 8", "Linear attention"),
         (lstm, other, "Text: 8", "LSTM"),

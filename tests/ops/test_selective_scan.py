@@ -240,6 +240,7 @@ WRONG = {
     },
     "dt is as low as -0.5, but must be at least 0": {"dt": torch.full((2, 9, 5), -0.5).double()},
     "a is up to 0.25, but must be at most 0": {"a": torch.full((5, 4), 0.25).double()},
+    "a is as low as -inf, but must be finite": {"a": torch.full((5, 4), -torch.inf).double()},
     r"state is torch.float32 of shape \[2, 5, 4\], but must be torch.float64": {
         "state": torch.zeros(2, 5, 4)
     },

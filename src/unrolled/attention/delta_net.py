@@ -46,7 +46,7 @@ from unrolled.contract import CAUSAL_RECURRENCE
 from unrolled.ops.dense import Linear
 from unrolled.ops.head_norm import HeadRMSNorm
 from unrolled.ops.options import check_finite
-from unrolled.ops.precision import accumulation_dtype
+from unrolled.ops.precision import accumulation_dtype, finite_exp
 
 
 class DeltaNet(DeltaRule):
@@ -109,7 +109,7 @@ class DeltaNet(DeltaRule):
         beta = self.max_beta * self.beta_proj(x).to(dtype).sigmoid()
         if not self.gated:
             return Rates(beta, None)
-        pace = self.log_pace.to(dtype).exp()
+        pace = finite_exp(self.log_pace).to(dtype)
         return Rates(beta, -pace * softplus(self.decay_proj(x).to(dtype) + self.decay_bias.to(dtype)))
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:

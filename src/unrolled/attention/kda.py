@@ -41,7 +41,7 @@ from unrolled.contract import CAUSAL_RECURRENCE
 from unrolled.ops.dense import Linear
 from unrolled.ops.head_norm import HeadRMSNorm
 from unrolled.ops.options import check_integers
-from unrolled.ops.precision import accumulation_dtype
+from unrolled.ops.precision import accumulation_dtype, finite_exp
 
 
 class KimiDeltaAttention(DeltaRule):
@@ -95,7 +95,7 @@ class KimiDeltaAttention(DeltaRule):
         beta = self.beta_proj(x).to(dtype).sigmoid()
         z = self.decay_up(self.decay_down(x)).to(dtype)
         z = torch.unflatten(z, -1, self.decay_bias.shape) + self.decay_bias.to(dtype)
-        return Rates(beta, -self.log_pace.to(dtype).exp().unsqueeze(-1) * softplus(z))
+        return Rates(beta, -finite_exp(self.log_pace).to(dtype).unsqueeze(-1) * softplus(z))
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
         """Normalise each head, gate it, and project back."""

@@ -32,7 +32,7 @@ from unrolled.attention.base import CommonOptions, Heads, Masks, MultiHeadAttent
 from unrolled.contract import CAUSAL_RECURRENCE
 from unrolled.ops.dense import Linear
 from unrolled.ops.options import check_integers
-from unrolled.ops.precision import accumulated
+from unrolled.ops.precision import accumulated, finite_exp
 from unrolled.ops.selective_scan import selective_scan, selective_scan_step
 from unrolled.ops.sequence import DecayedEach
 
@@ -47,7 +47,8 @@ class Mamba(MultiHeadAttention[MambaState, None]):
     """The layer of Mamba, which has no feed-forward layer beside it in the paper.
 
     Widths are those of the other mechanisms by default. In the paper there are twice as many channels as the
-    model is wide, with 16 states each: `n_heads=1, value_dim=2 * d_model, head_dim=16`.
+    model is wide, with 16 states each, and no biases: `n_heads=1, value_dim=2 * d_model, head_dim=16,
+    bias=False`.
 
     Args:
         d_model, n_heads, common: see `MultiHeadAttention`; must be causal. Each of the C = n_heads value_dim
@@ -134,7 +135,7 @@ class Mamba(MultiHeadAttention[MambaState, None]):
             x = silu(x)
         states = self.head_dim
         r, b, c = self.select_proj(x).split_with_sizes([self.step_rank, states, states], -1)
-        return x, softplus(accumulated(self.step_proj(r))), -accumulated(self.log_pace).exp(), b, c
+        return x, softplus(accumulated(self.step_proj(r))), -finite_exp(self.log_pace), b, c
 
     def _skipped(self, heads: Heads[None], o: Tensor, x: Tensor) -> Tensor:
         return torch.addcmul(o, x, self.skip.to(o.dtype)).view(heads.v.shape)

@@ -33,7 +33,7 @@ from unrolled.contract import CAUSAL_RECURRENCE
 from unrolled.ops.dense import Linear
 from unrolled.ops.head_norm import HeadRMSNorm
 from unrolled.ops.linear import Keys, LinearState, linear_attention, linear_attention_step
-from unrolled.ops.precision import accumulated
+from unrolled.ops.precision import accumulated, finite_exp
 from unrolled.ops.sequence import Decayed
 
 
@@ -102,7 +102,7 @@ class Mamba2(MultiHeadAttention[Mamba2State, Steps]):
         """Compute the step sizes d and the logarithms of the decays a, `[...,H]` each."""
         size = self.step_proj(x)
         size = softplus(accumulated(size))
-        return Steps(size, -self.log_pace.to(size.dtype).exp() * size)
+        return Steps(size, -finite_exp(self.log_pace).to(size.dtype) * size)
 
     def merge_heads(self, o: Tensor, x: Tensor) -> Tensor:
         """Gate the heads, normalise those of each group together, and project back."""

@@ -33,7 +33,7 @@ from unrolled.attention._state import total_decay
 from unrolled.attention._token_shift import TokenShiftAttention
 from unrolled.attention.base import CommonOptions, Heads, Masks
 from unrolled.contract import CAUSAL_RECURRENCE
-from unrolled.ops.precision import accumulated
+from unrolled.ops.precision import finite_exp
 from unrolled.ops.sequence import Shifted
 from unrolled.ops.token_shift import initial_mixtures
 from unrolled.ops.wkv import empty_state, wkv, wkv_step
@@ -131,7 +131,7 @@ class RWKV4(TokenShiftAttention[RWKV4State, Last]):
     def _averaged(self, heads: Heads[Last]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return keys and values by channel, log decays and bonuses."""
         k, v = (of_every_head(x, self.n_heads).flatten(-2) for x in (heads.k, heads.v))
-        return k, v, -accumulated(self.log_pace).exp(), self.bonus
+        return k, v, -finite_exp(self.log_pace), self.bonus
 
     def _gated(self, heads: Heads[Last], o: Tensor) -> Tensor:
         return heads.q.sigmoid() * o.view(heads.q.shape)

@@ -104,6 +104,8 @@ def apply(
     if recipe and "attention" not in own:
         pattern, n = model["attention"], model["n_layers"]
         model["attention"] = [pattern[i % len(pattern)] for i in range(n if isinstance(n, int) else 1)]
+    if recipe and "positions" not in own and model.get("positions") == "rotary":
+        model["attention_options"] = _not_rotated(model)
     if isinstance(options := model.get("attention_options"), dict):
         # leave out the options of mechanisms that the run replaces, or has too few layers for
         attention = model.get("attention")
@@ -113,6 +115,18 @@ def apply(
         ]
         model["attention_options"] = {key: value for key, value in options.items() if key in kept}
     return found
+
+
+def _not_rotated(model: Mapping[str, Any]) -> Any:
+    """Return the options of attention, with which mechanisms that cannot rotate need no rotary positions."""
+    from unrolled import attention
+
+    options, names = model.get("attention_options"), model.get("attention")
+    if not isinstance(options, dict):
+        return options
+    chosen = [name for name in attention.names() if name in (names if isinstance(names, list) else [names])]
+    unrotated = {name: {"rotary": False} for name in chosen if attention.load(name).no_rotary is not None}
+    return _merged(unrotated, options)
 
 
 def _without(model: Mapping[str, Any], by_layer: Mapping[str, Any]) -> dict[str, Any]:

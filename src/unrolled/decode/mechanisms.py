@@ -24,6 +24,7 @@ from unrolled.decode.builder import Builder
 from unrolled.decode.feature_maps import features
 from unrolled.decode.program import Heads, Value, require
 from unrolled.ops.head_norm import HeadRMSNorm
+from unrolled.ops.precision import finite_exp
 from unrolled.ops.random_features import SMALLEST_DIVISOR
 
 Layer = Any  # a module of a mechanism
@@ -151,7 +152,7 @@ def _delta(builder: Builder, layer: DeltaNet, x: Value, qkv: list[Value]) -> Val
     rates = builder.apply("sigmoid", builder.layer(x, layer.beta_proj), scale=layer.max_beta)
     gates = None
     if layer.gated:
-        pace = -layer.log_pace.detach().float().exp()
+        pace = -finite_exp(layer.log_pace.detach().float())
         gates = _decays(builder, builder.layer(x, layer.decay_proj), layer.decay_bias, pace)
     o = _delta_rule(builder, layer, qkv, rates, gates)
     if layer.gated:
@@ -162,7 +163,7 @@ def _delta(builder: Builder, layer: DeltaNet, x: Value, qkv: list[Value]) -> Val
 def _kda(builder: Builder, layer: KimiDeltaAttention, x: Value, qkv: list[Value]) -> Value:
     rates = builder.apply("sigmoid", builder.layer(x, layer.beta_proj))
     z = builder.layer(builder.layer(x, layer.decay_down), layer.decay_up)
-    pace = -layer.log_pace.detach().float().exp().repeat_interleave(layer.head_dim)
+    pace = -finite_exp(layer.log_pace.detach().float()).repeat_interleave(layer.head_dim)
     o = _delta_rule(builder, layer, qkv, rates, _decays(builder, z, layer.decay_bias.flatten(), pace))
     gate = builder.layer(builder.layer(x, layer.gate_down), layer.gate_up)
     return _gated(builder, o, gate, "sigmoid")
@@ -193,7 +194,7 @@ def _mamba(builder: Builder, layer: Mamba, x: Value, qkv: list[Value]) -> Value:
         builder.apply("silu", v)
     r, b, c = builder.layer(v, layer.select_proj).split([rank, states, states])
     steps = builder.apply("softplus", builder.layer(r, layer.step_proj))
-    o = builder.scan(v, steps, -layer.log_pace.detach().float().exp(), b, c)
+    o = builder.scan(v, steps, -finite_exp(layer.log_pace.detach().float()), b, c)
     builder.add(o, builder.apply("identity", v, weight=layer.skip), o)
     return _gated(builder, o, builder.layer(x, layer.gate_proj), "silu")
 
@@ -204,7 +205,7 @@ def _mamba2(builder: Builder, layer: Mamba2, x: Value, qkv: list[Value]) -> Valu
         for y in qkv:
             builder.apply("silu", y)
     steps = builder.apply("softplus", builder.layer(x, layer.step_proj))
-    pace = -layer.log_pace.detach().float().exp()
+    pace = -finite_exp(layer.log_pace.detach().float())
     paced = builder.apply("identity", steps, builder.value(steps.size), weight=pace)
     written = builder.scale_heads(v, steps, builder.value(v.size))
     o = builder.recur(_heads(layer), q, k, written, gates=builder.apply("exponential", paced))
@@ -235,7 +236,7 @@ def _projected_mixtures(builder: Builder, layer: RWKV4 | RWKV7, mixed: list[Valu
 
 def _rwkv4(builder: Builder, layer: RWKV4, _: Value, mixed: list[Value]) -> Value:
     r, k, v = _projected_mixtures(builder, layer, mixed)
-    o = builder.average(k, v, -layer.log_pace.detach().float().exp(), layer.bonus)
+    o = builder.average(k, v, -finite_exp(layer.log_pace.detach().float()), layer.bonus)
     return _gated(builder, o, r, "sigmoid")
 
 

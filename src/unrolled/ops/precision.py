@@ -19,6 +19,11 @@ def accumulated(x: Tensor) -> Tensor:
     return x.to(accumulation_dtype(x.dtype))
 
 
+def finite_exp(x: Tensor) -> Tensor:
+    """exp(x) in at least fp32, and at most exp(80): an infinite rate times a step of size 0 would be NaN."""
+    return accumulated(x).clamp(max=80).exp()
+
+
 def promoted(*xs: Tensor) -> tuple[Tensor, ...]:
     """Convert tensors to their common promoted dtype."""
     dtype = reduce(torch.promote_types, (x.dtype for x in xs))

@@ -35,7 +35,7 @@ def mamba(**settings):
     [
         {},
         {"layer_norm_epsilon": 0.1, "expand": 1, "conv_kernel": 3, "tie_word_embeddings": False},
-        {"use_bias": True, "time_step_rank": 5},
+        {"use_bias": True, "time_step_rank": 5, "hidden_act": "swish"},
     ],
     ids=str,
 )
@@ -72,13 +72,18 @@ def test_gradients_are_equal():
     pairs = zip(ours.stack.layers, theirs.backbone.layers, strict=True)
     for number, (block, layer) in enumerate(pairs):
         found, expected = block.attention, layer.mixer
-        for ours_weight, theirs_weight in (
-            (found.log_pace, expected.A_log),
-            (found.skip, expected.D),
-            (found.select_proj.weight, expected.x_proj.weight),
-            (found.step_proj.bias, expected.dt_proj.bias),
+        for ours_weight, gradient in (
+            (found.log_pace, expected.A_log.grad),
+            (found.skip, expected.D.grad),
+            (found.select_proj.weight, expected.x_proj.weight.grad),
+            (found.step_proj.weight, expected.dt_proj.weight.grad),
+            (found.step_proj.bias, expected.dt_proj.bias.grad),
+            (found.short_conv.weight, expected.conv1d.weight.grad.squeeze(1)),
+            (found.short_conv.bias, expected.conv1d.bias.grad),
+            (found.out_proj.weight, expected.out_proj.weight.grad),
+            (block.attention_norm.weight, layer.norm.weight.grad),
         ):
-            assert_agree(ours_weight.grad, theirs_weight.grad, f"gradients of layer {number}", tolerance=1e-5)
+            assert_agree(ours_weight.grad, gradient, f"gradients of layer {number}", tolerance=1e-5)
 
 
 def test_a_folder_is_read(tmp_path):
@@ -94,6 +99,7 @@ def test_a_folder_is_read(tmp_path):
     [
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', but must be 'silu'"),
         ({"use_conv_bias": False}, "use_conv_bias is False"),
+        ({"conv_kernel": 1}, "conv_kernel is 1, but must be at least 2"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(settings, message):

@@ -17,10 +17,12 @@ def from_mamba(model: Foreign, options: Mapping[str, object]) -> Decoder:
     name, config = type(model).__name__, model.config
     if name != "MambaForCausalLM":
         raise UnsupportedError(f"{name} has no counterpart here; use MambaForCausalLM")
-    if config.hidden_act != "silu":
+    if config.hidden_act not in ("silu", "swish"):
         raise UnsupportedError(f"hidden_act is {config.hidden_act!r}, but must be 'silu'")
     if not config.use_conv_bias:
         raise UnsupportedError("use_conv_bias is False, but must be True")
+    if config.conv_kernel < 2:
+        raise UnsupportedError(f"conv_kernel is {config.conv_kernel}, but must be at least 2")
     backbone, table = model.backbone, model.backbone.embeddings.weight
     ours = Decoder(
         DecoderConfig(

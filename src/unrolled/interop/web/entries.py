@@ -70,7 +70,8 @@ def entry_of(name: str, model: Mapping[str, object], vocabulary: Vocabulary, siz
     """Return the entry of a model whose graph has `size` bytes."""
     attention = model.get("attention", model.get("cell"))
     names = attention if isinstance(attention, list) else [str(attention)]
-    words = " and ".join(WORDS.get(name, name.replace("_", " ")) for name in dict.fromkeys(names))
+    *first, last = (WORDS.get(name, name.replace("_", " ")) for name in dict.fromkeys(names))
+    words = f"{', '.join(first)} and {last}" if first else last
     title = f"{words[0].upper()}{words[1:]} attention" if "attention" in model else words.upper()
     if attention is None:  # of the models without both, a model of speech
         title = "BiLSTM"

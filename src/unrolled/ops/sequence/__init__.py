@@ -10,6 +10,7 @@ each rank runs over its slice from the state before it. Let X be a state, and S_
 empty state:
 
     Decayed       X -> exp(a_r) X + S_r           sums, with a decay per head or per feature
+    DecayedEach   the same                        sums, with a decay for every number
     Transformed   X -> M_r X + S_r                the delta rule: M_r is the rule on the identity, v = 0
     Shifted       as Decayed, of sums divided by exp(m) for a running maximum m
     Latest        X -> the last R tokens of both  windows and short convolutions
