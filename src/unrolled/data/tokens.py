@@ -53,7 +53,7 @@ class TokensDataset(BaseDataset):
 
     task: ClassVar[Task] = "tokens"
     start_token: ClassVar[bool] = False
-    recipe: ClassVar[str] = "small-lm"
+    recipe: ClassVar[str] = "rwkv-lm"
 
     def __post_init__(self) -> None:
         super().__post_init__()
