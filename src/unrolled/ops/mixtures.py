@@ -16,6 +16,7 @@ from unrolled.ops.dispatch import prefers
 from unrolled.ops.native import TYPES, address, struct
 from unrolled.ops.observing import observed
 from unrolled.ops.operators import differentiable_gradients
+from unrolled.ops.precision import autocast_dtype
 
 
 def mixtures(x: Tensor, other: Tensor, mu: Tensor) -> tuple[Tensor, ...]:
@@ -28,7 +29,8 @@ def mixtures(x: Tensor, other: Tensor, mu: Tensor) -> tuple[Tensor, ...]:
         layer would convert them.
     """
     if _supports(x, other, mu):
-        mixed: tuple[Tensor, ...] = _Mixed.apply(x, other, mu, _type_of_mixtures(x))  # type: ignore[no-untyped-call]
+        dtype = autocast_dtype(x.device) if x.dtype == torch.float32 else None
+        mixed: tuple[Tensor, ...] = _Mixed.apply(x, other, mu, dtype or x.dtype)  # type: ignore[no-untyped-call]
         return mixed
     return _plain(x, other, mu)
 
@@ -43,12 +45,6 @@ def _supports(x: Tensor, other: Tensor, mu: Tensor) -> bool:
         and native.available()
         and not observed()
     )
-
-
-def _type_of_mixtures(x: Tensor) -> torch.dtype:
-    if x.dtype == torch.float32 and torch.is_autocast_enabled("cpu"):
-        return torch.get_autocast_dtype("cpu")
-    return x.dtype
 
 
 def _plain(x: Tensor, other: Tensor, mu: Tensor) -> tuple[Tensor, ...]:
