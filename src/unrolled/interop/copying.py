@@ -32,6 +32,12 @@ def refuse_adapters(model: Foreign) -> None:
 
 
 @torch.no_grad()
+def require_class(model: Foreign, name: str) -> None:
+    """Raise UnsupportedError unless a model is of the class of this name."""
+    if (found := type(model).__name__) != name:
+        raise UnsupportedError(f"{found} has no counterpart here; use {name}")
+
+
 def copy_linear(ours: nn.Linear, *theirs: Foreign) -> None:
     """Copy linear layers with the same input into one layer, stacked by rows; a missing bias is 0.
 

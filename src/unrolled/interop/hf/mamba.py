@@ -1,46 +1,55 @@
 """Mamba: a decoder whose blocks have no feed-forward layer."""
 
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from unrolled.attention.mamba import Mamba
 from unrolled.contract import UnsupportedError
-from unrolled.interop.copying import Foreign, copy_linear, copy_tables, fill
+from unrolled.interop.copying import Foreign, copy_linear, copy_tables, fill, require_class
 from unrolled.models import Decoder, DecoderConfig
 
 
 def from_mamba(model: Foreign, options: Mapping[str, object]) -> Decoder:
     """Convert a Mamba language model of transformers to a `Decoder`; see `import_weights`."""
-    name, config = type(model).__name__, model.config
-    if name != "MambaForCausalLM":
-        raise UnsupportedError(f"{name} has no counterpart here; use MambaForCausalLM")
+    require_class(model, "MambaForCausalLM")
+    config = model.config
     if config.hidden_act not in ("silu", "swish"):
         raise UnsupportedError(f"hidden_act is {config.hidden_act!r}, but must be 'silu'")
+    sizes = {
+        "head_dim": config.state_size,
+        "value_dim": config.intermediate_size,
+        "step_rank": config.time_step_rank,
+    }
+    return decoder_of_mixers(model, "mamba", 1, {**sizes, **options}, copy_mixer)
+
+
+def decoder_of_mixers(
+    model: Foreign,
+    attention: str,
+    n_heads: int,
+    options: Mapping[str, object],
+    copy: Callable[[Any, Foreign], None],
+) -> Decoder:
+    """Make a decoder of this attention from a Mamba or Mamba-2, and copy its mixers by `copy`."""
+    config, backbone = model.config, model.backbone
     if not config.use_conv_bias:
         raise UnsupportedError("use_conv_bias is False, but must be True")
     if config.conv_kernel < 2:
         raise UnsupportedError(f"conv_kernel is {config.conv_kernel}, but must be at least 2")
-    backbone, table = model.backbone, model.backbone.embeddings.weight
+    table = backbone.embeddings.weight
     ours = Decoder(
         DecoderConfig(
             vocab_size=len(table),
             d_model=config.hidden_size,
             n_layers=config.num_hidden_layers,
-            n_heads=1,
+            n_heads=n_heads,
             d_ff=0,
-            attention="mamba",
+            attention=attention,
             attention_options={
-                "mamba": {
-                    "head_dim": config.state_size,
-                    "value_dim": config.intermediate_size,
-                    "conv": config.conv_kernel,
-                    "bias": config.use_bias,
-                    "step_rank": config.time_step_rank,
-                    **options,
-                }
+                attention: {"conv": config.conv_kernel, "bias": config.use_bias, **options},
             },
             norm_type="rmsnorm",
             norm_eps=config.layer_norm_epsilon,
@@ -52,7 +61,7 @@ def from_mamba(model: Foreign, options: Mapping[str, object]) -> Decoder:
     fill(cast(Tensor, ours.stack.norm.weight), backbone.norm_f.weight)
     for block, layer in zip(ours.stack.layers, backbone.layers, strict=True):
         fill(cast(Tensor, block.attention_norm.weight), layer.norm.weight)
-        copy_mixer(cast(Mamba, block.attention), layer.mixer)
+        copy(block.attention, layer.mixer)
     return ours.train(model.training)
 
 

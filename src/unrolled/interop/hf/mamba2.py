@@ -1,62 +1,34 @@
 """Mamba-2: a decoder whose blocks have no feed-forward layer."""
 
 from collections.abc import Mapping
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from unrolled.attention.mamba2 import Mamba2
 from unrolled.contract import UnsupportedError
-from unrolled.interop.copying import Foreign, copy_linear, copy_tables, fill
-from unrolled.models import Decoder, DecoderConfig
+from unrolled.interop.copying import Foreign, copy_linear, fill, require_class
+from unrolled.interop.hf.mamba import decoder_of_mixers
+from unrolled.models import Decoder
 
 
 def from_mamba2(model: Foreign, options: Mapping[str, object]) -> Decoder:
     """Convert a Mamba-2 language model of transformers to a `Decoder`; see `import_weights`."""
-    name, config = type(model).__name__, model.config
-    if name != "Mamba2ForCausalLM":
-        raise UnsupportedError(f"{name} has no counterpart here; use Mamba2ForCausalLM")
+    require_class(model, "Mamba2ForCausalLM")
+    config = model.config
     low, high = config.time_step_limit
     if (low, high) != (0, float("inf")) or config.hidden_act != "silu":
         raise UnsupportedError(
             f"time_step_limit and hidden_act are {(low, high)} and {config.hidden_act!r}, but must be "
             "(0, inf) and 'silu'"
         )
-    if not config.use_conv_bias:
-        raise UnsupportedError("use_conv_bias is False, but must be True")
-    backbone, table = model.backbone, model.backbone.embeddings.weight
-    ours = Decoder(
-        DecoderConfig(
-            vocab_size=len(table),
-            d_model=config.hidden_size,
-            n_layers=config.num_hidden_layers,
-            n_heads=config.num_heads,
-            d_ff=0,
-            attention="mamba2",
-            attention_options={
-                "mamba2": {
-                    "n_groups": config.n_groups,
-                    "head_dim": config.state_size,
-                    "value_dim": config.head_dim,
-                    "conv": config.conv_kernel,
-                    "bias": config.use_bias,
-                    "eps": config.layer_norm_epsilon,
-                    **options,
-                }
-            },
-            norm_type="rmsnorm",
-            norm_eps=config.layer_norm_epsilon,
-            positions="none",
-            tie_embeddings=model.lm_head.weight is table,
-        )
-    ).to(table)
-    copy_tables(ours, table, model.lm_head.weight)
-    fill(cast(Tensor, ours.stack.norm.weight), backbone.norm_f.weight)
-    for block, layer in zip(ours.stack.layers, backbone.layers, strict=True):
-        fill(cast(Tensor, block.attention_norm.weight), layer.norm.weight)
-        copy_mixer(cast(Mamba2, block.attention), layer.mixer)
-    return ours.train(model.training)
+    sizes = {
+        "n_groups": config.n_groups,
+        "head_dim": config.state_size,
+        "value_dim": config.head_dim,
+        "eps": config.layer_norm_epsilon,
+    }
+    return decoder_of_mixers(model, "mamba2", config.num_heads, {**sizes, **options}, copy_mixer)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from torch.nn.functional import layer_norm
 
 from unrolled.attention.rwkv4 import RWKV4
 from unrolled.contract import UnsupportedError
-from unrolled.interop.copying import Foreign, copy_linear, copy_norm, copy_tables, fill
+from unrolled.interop.copying import Foreign, copy_linear, copy_norm, copy_tables, fill, require_class
 from unrolled.models import Decoder, DecoderConfig
 from unrolled.models.channel_mix import MixingBlock
 
@@ -16,10 +16,8 @@ from unrolled.models.channel_mix import MixingBlock
 @torch.no_grad()
 def from_rwkv(model: Foreign, options: Mapping[str, object]) -> Decoder:
     """Convert an RWKV-4 language model of transformers to a `Decoder`; see `import_weights`."""
-    name, config = type(model).__name__, model.config
-    if name != "RwkvForCausalLM":
-        raise UnsupportedError(f"{name} has no counterpart here; use RwkvForCausalLM")
-    backbone = model.rwkv
+    require_class(model, "RwkvForCausalLM")
+    config, backbone = model.config, model.rwkv
     if config.layer_norm_epsilon != backbone.ln_out.eps:
         raise UnsupportedError(
             f"layer_norm_epsilon is {config.layer_norm_epsilon}, but must be {backbone.ln_out.eps}, as in "
