@@ -135,7 +135,7 @@ class RWKV7(TokenShiftAttention[RWKV7State, Controls]):
         self.norm_bias = nn.Parameter(torch.zeros(values))
 
     def read_input(self, x: Tensor, mixed: Sequence[Tensor], last: Tensor) -> Controls:  # type: ignore[override]
-        """Compute w, a and the gate from the mixtures `[...,6,d_model]`, and hand on the last input."""
+        """Compute w, a and the gate from the last three mixtures, and hand on the last input."""
         dtype = accumulation_dtype(x.dtype)
         w, a, g = mixed[3:]
         decay = self.decay_up(self.decay_down(w).tanh()).to(dtype)

@@ -152,7 +152,7 @@ def _delta(builder: Builder, layer: DeltaNet, x: Value, qkv: list[Value]) -> Val
     rates = builder.apply("sigmoid", builder.layer(x, layer.beta_proj), scale=layer.max_beta)
     gates = None
     if layer.gated:
-        pace = -finite_exp(layer.log_pace.detach().float())
+        pace = _rates(layer)
         gates = _decays(builder, builder.layer(x, layer.decay_proj), layer.decay_bias, pace)
     o = _delta_rule(builder, layer, qkv, rates, gates)
     if layer.gated:
@@ -163,10 +163,15 @@ def _delta(builder: Builder, layer: DeltaNet, x: Value, qkv: list[Value]) -> Val
 def _kda(builder: Builder, layer: KimiDeltaAttention, x: Value, qkv: list[Value]) -> Value:
     rates = builder.apply("sigmoid", builder.layer(x, layer.beta_proj))
     z = builder.layer(builder.layer(x, layer.decay_down), layer.decay_up)
-    pace = -finite_exp(layer.log_pace.detach().float()).repeat_interleave(layer.head_dim)
+    pace = _rates(layer).repeat_interleave(layer.head_dim)
     o = _delta_rule(builder, layer, qkv, rates, _decays(builder, z, layer.decay_bias.flatten(), pace))
     gate = builder.layer(builder.layer(x, layer.gate_down), layer.gate_up)
     return _gated(builder, o, gate, "sigmoid")
+
+
+def _rates(layer: Layer) -> Tensor:
+    """-exp(A)."""
+    return -finite_exp(layer.log_pace.detach().float())
 
 
 def _decays(builder: Builder, z: Value, bias: Tensor, pace: Tensor) -> Value:
@@ -194,7 +199,7 @@ def _mamba(builder: Builder, layer: Mamba, x: Value, qkv: list[Value]) -> Value:
         builder.apply("silu", v)
     r, b, c = builder.layer(v, layer.select_proj).split([rank, states, states])
     steps = builder.apply("softplus", builder.layer(r, layer.step_proj))
-    o = builder.scan(v, steps, -finite_exp(layer.log_pace.detach().float()), b, c)
+    o = builder.scan(v, steps, _rates(layer), b, c)
     builder.add(o, builder.apply("identity", v, weight=layer.skip), o)
     return _gated(builder, o, builder.layer(x, layer.gate_proj), "silu")
 
@@ -205,7 +210,7 @@ def _mamba2(builder: Builder, layer: Mamba2, x: Value, qkv: list[Value]) -> Valu
         for y in qkv:
             builder.apply("silu", y)
     steps = builder.apply("softplus", builder.layer(x, layer.step_proj))
-    pace = -finite_exp(layer.log_pace.detach().float())
+    pace = _rates(layer)
     paced = builder.apply("identity", steps, builder.value(steps.size), weight=pace)
     written = builder.scale_heads(v, steps, builder.value(v.size))
     o = builder.recur(_heads(layer), q, k, written, gates=builder.apply("exponential", paced))
@@ -236,7 +241,7 @@ def _projected_mixtures(builder: Builder, layer: RWKV4 | RWKV7, mixed: list[Valu
 
 def _rwkv4(builder: Builder, layer: RWKV4, _: Value, mixed: list[Value]) -> Value:
     r, k, v = _projected_mixtures(builder, layer, mixed)
-    o = builder.average(k, v, -finite_exp(layer.log_pace.detach().float()), layer.bonus)
+    o = builder.average(k, v, _rates(layer), layer.bonus)
     return _gated(builder, o, r, "sigmoid")
 
 

@@ -1,5 +1,6 @@
 """Checks of the arguments that the attention functions share. Each failure is one sentence."""
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -143,6 +144,17 @@ def check_log_decay(log_decay: Tensor, k: Tensor, axes: str, padding: Tensor | N
     read = log_decay if padding is None else log_decay[~padding]
     if bool((read > 0).any()):
         raise wrong("log_decay", f"up to {read.max().item():g}", "at most 0 (a gate of at most 1)")
+
+
+def check_rates(name: str, x: Tensor) -> None:
+    """Require rates of decay that are at most 0 and finite, if they may be read."""
+    if not x.numel() or not may_read(x):
+        return
+    low, high = (each.item() for each in x.aminmax())
+    if high > 0:
+        raise wrong(name, f"up to {high:g}", "at most 0")
+    if low == -math.inf:
+        raise wrong(name, "as low as -inf", "finite")
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:

@@ -12,12 +12,10 @@ Time O(T C N), state O(C N). Memory: O(T (C + N)) in the kernel, with O(T N C / 
 O(T C N) in plain PyTorch.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import check_padding_or_pack, check_state_tensor, check_tensor, wrong
+from unrolled.ops.checks import check_padding_or_pack, check_rates, check_state_tensor, check_tensor, wrong
 from unrolled.ops.masks import without_padding
 from unrolled.ops.node import one_node
 from unrolled.ops.observing import may_read
@@ -151,12 +149,7 @@ def _checked(
         read = dt if padding is None else dt[~padding]
         if bool((read < 0).any()):
             raise wrong("dt", f"as low as {read.min().item():g}", "at least 0")
-    if may_read(a) and a.numel():
-        low, high = (z.item() for z in a.aminmax())
-        if high > 0:
-            raise wrong("a", f"up to {high:g}", "at most 0")
-        if low == -math.inf:
-            raise wrong("a", "as low as -inf", "finite")
+    check_rates("a", a)
     rows, dtype = B if cu_seqlens is None else cu_seqlens.shape[0] - 1, _state_dtype(x, dt, a, b, c)
     if state is None:
         state = x.new_zeros(rows, C, N, dtype=dtype)

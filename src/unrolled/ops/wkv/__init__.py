@@ -16,15 +16,12 @@ d = 0 and u = 0 it is the causal AFT-simple of Zhai et al. 2021 (arXiv 2105.1410
 Time and memory O(T C) for C channels; state O(C).
 """
 
-import math
-
 import torch
 from torch import Tensor
 
-from unrolled.ops.checks import check_padding_or_pack, check_state_tensor, check_tensor, wrong
+from unrolled.ops.checks import check_padding_or_pack, check_rates, check_state_tensor, check_tensor, wrong
 from unrolled.ops.masks import without_padding
 from unrolled.ops.node import one_node
-from unrolled.ops.observing import may_read
 from unrolled.ops.precision import accumulation_dtype
 from unrolled.ops.wkv import operator
 from unrolled.ops.wkv.plain import LOWEST, Inputs
@@ -144,12 +141,7 @@ def _checked(
         if each.device != k.device:
             raise ValueError(f"{name} is on {each.device}, but k is on {k.device}: move one of them")
     check_padding_or_pack(padding, cu_seqlens, k)
-    if C and may_read(log_decay):
-        low, high = (x.item() for x in log_decay.aminmax())
-        if high > 0:
-            raise wrong("log_decay", f"up to {high:g}", "at most 0")
-        if low == -math.inf:
-            raise wrong("log_decay", "as low as -inf", "finite")
+    check_rates("log_decay", log_decay)
     rows, dtype = B if cu_seqlens is None else cu_seqlens.shape[0] - 1, _state_dtype(k, v, log_decay, bonus)
     if state is None:
         state = empty_state(rows, C, k.new_empty(0, dtype=dtype))
