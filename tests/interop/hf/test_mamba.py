@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-import transformers
 from agreement import assert_agree
+from imported import assert_a_folder_is_read, assert_same_greedy_tokens, perturbed
 
 from unrolled.contract import UnsupportedError
-from unrolled.generation import generate
 from unrolled.interop.hf import import_weights
 from unrolled.models import Decoder
 
@@ -21,13 +20,7 @@ SIZES = {
 
 
 def mamba(**settings):
-    torch.manual_seed(0)
-    config = transformers.MambaConfig(**SIZES | settings)
-    model = transformers.MambaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval()
+    return perturbed("Mamba", **SIZES | settings)
 
 
 @pytest.mark.parametrize(
@@ -55,12 +48,7 @@ def test_logits_are_equal(settings):
 
 @torch.no_grad()
 def test_what_is_generated_is_equal():
-    theirs = mamba()
-    ours = import_weights(theirs)
-    prompt = [3, 1, 4, 1, 5]
-    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
-    (found,) = generate(ours, [prompt], temperature=0, max_new_tokens=12)
-    assert found.tolist() == expected[0, len(prompt) :].tolist()
+    assert_same_greedy_tokens(mamba())
 
 
 def test_gradients_are_equal():
@@ -87,11 +75,7 @@ def test_gradients_are_equal():
 
 
 def test_a_folder_is_read(tmp_path):
-    theirs = mamba()
-    theirs.save_pretrained(tmp_path)
-    tokens = torch.randint(1, 19, (2, 13))
-    with torch.no_grad():
-        assert torch.equal(import_weights(tmp_path).eval()(tokens), import_weights(theirs)(tokens))
+    assert_a_folder_is_read(mamba(), tmp_path)
 
 
 @pytest.mark.parametrize(

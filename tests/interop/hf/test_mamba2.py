@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-import transformers
 from agreement import assert_agree
+from imported import assert_a_folder_is_read, assert_same_greedy_tokens, perturbed
 
 from unrolled.contract import UnsupportedError
-from unrolled.generation import generate
 from unrolled.interop.hf import import_weights
 from unrolled.models import Decoder
 
@@ -26,13 +25,7 @@ SIZES = {
 
 
 def mamba2(**settings):
-    torch.manual_seed(0)
-    config = transformers.Mamba2Config(**SIZES | settings)
-    model = transformers.Mamba2ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval()
+    return perturbed("Mamba2", **SIZES | settings)
 
 
 @pytest.mark.parametrize(
@@ -65,12 +58,7 @@ def test_options_replace_those_of_the_original():
 
 @torch.no_grad()
 def test_what_is_generated_is_equal():
-    theirs = mamba2()
-    ours = import_weights(theirs)
-    prompt = [3, 1, 4, 1, 5]
-    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
-    (found,) = generate(ours, [prompt], temperature=0, max_new_tokens=12)
-    assert found.tolist() == expected[0, len(prompt) :].tolist()
+    assert_same_greedy_tokens(mamba2())
 
 
 def test_gradients_are_equal():
@@ -92,11 +80,7 @@ def test_gradients_are_equal():
 
 
 def test_a_folder_is_read(tmp_path):
-    theirs = mamba2()
-    theirs.save_pretrained(tmp_path)
-    tokens = torch.randint(1, 19, (2, 13))
-    with torch.no_grad():
-        assert torch.equal(import_weights(tmp_path).eval()(tokens), import_weights(theirs)(tokens))
+    assert_a_folder_is_read(mamba2(), tmp_path)
 
 
 @pytest.mark.parametrize(
