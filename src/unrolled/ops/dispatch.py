@@ -5,8 +5,11 @@ from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from torch import Tensor
+from torch.nn import Parameter
 
+from unrolled.ops import native
 from unrolled.ops.checks import wrong
+from unrolled.ops.observing import observed
 
 _preferred: str | None = None
 
@@ -36,6 +39,16 @@ def prefer(backend: str) -> Iterator[None]:
 def prefers(backend: str) -> bool:
     """Whether no other backend than this one is preferred."""
     return _preferred in (None, backend)
+
+
+def runs_native(*tensors: Tensor | None) -> bool:
+    """Whether a C++ kernel may take these tensors in an autograd function, which is no operator of torch."""
+    fit = (
+        type(x) in (Tensor, Parameter) and x.is_cpu and x.dtype in native.TYPES
+        for x in tensors
+        if x is not None
+    )
+    return prefers("native") and native.available() and all(fit) and not observed()
 
 
 def check_backend(backend: str | None, backends: Mapping[str, object]) -> None:

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from unrolled.ops import native
-from unrolled.ops.dispatch import prefers
+from unrolled.ops.dispatch import runs_native
 from unrolled.ops.native import TYPES, View, address, enum, readable, struct, view
-from unrolled.ops.observing import observed
 from unrolled.ops.operators import differentiable_gradients
 from unrolled.ops.precision import accumulation_dtype
 
@@ -61,24 +60,10 @@ def scale_heads(
         A tensor of the shape of `x`, in fp32, or in fp64 if an argument is fp64.
     """
     options = Options(length, eps, activation, gate_function, gate_first and gate is not None)
-    if _supports(x, weight, gate):
+    if x.dim() in (3, 4) and runs_native(x, weight, gate):
         y: Tensor = _Scaled.apply(x, weight, gate, options)  # type: ignore[no-untyped-call]
         return y
     return _plain(x, weight, gate, options)
-
-
-def _supports(x: Tensor, weight: Tensor | None, gate: Tensor | None) -> bool:
-    return (
-        x.dim() in (3, 4)
-        and all(
-            type(y) in (Tensor, torch.nn.Parameter) and y.is_cpu and y.dtype in TYPES
-            for y in (x, weight, gate)
-            if y is not None
-        )
-        and prefers("native")
-        and native.available()
-        and not observed()
-    )
 
 
 def _plain(x: Tensor, weight: Tensor | None, gate: Tensor | None, options: Options) -> Tensor:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from unrolled.ops import native
-from unrolled.ops.dispatch import prefers
+from unrolled.ops.dispatch import runs_native
 from unrolled.ops.native import TYPES, address, struct
-from unrolled.ops.observing import observed
 from unrolled.ops.operators import differentiable_gradients
 from unrolled.ops.precision import autocast_dtype
 
@@ -36,15 +35,8 @@ def mixtures(x: Tensor, other: Tensor, mu: Tensor) -> tuple[Tensor, ...]:
 
 
 def _supports(x: Tensor, other: Tensor, mu: Tensor) -> bool:
-    return (
-        all(type(y) in (Tensor, torch.nn.Parameter) and y.is_cpu and y.dtype in TYPES for y in (x, other, mu))
-        and x.dtype == other.dtype
-        and torch.promote_types(x.dtype, mu.dtype) == x.dtype
-        and len(mu) > 0
-        and prefers("native")
-        and native.available()
-        and not observed()
-    )
+    same_type = x.dtype == other.dtype and torch.promote_types(x.dtype, mu.dtype) == x.dtype
+    return same_type and len(mu) > 0 and runs_native(x, other, mu)
 
 
 def _plain(x: Tensor, other: Tensor, mu: Tensor) -> tuple[Tensor, ...]:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from unrolled.ops import native
-from unrolled.ops.dispatch import prefers
+from unrolled.ops.dispatch import runs_native
 from unrolled.ops.native import TYPES, address, readable, struct, view
-from unrolled.ops.observing import observed
 from unrolled.ops.precision import accumulation_dtype
 
 
@@ -33,23 +32,11 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         A tensor like `x`. 16-bit inputs are rotated in fp32 and rounded once.
     """
-    if _supports(x, cos):
+    fits = x.dim() == 4 and cos.shape[:2] in (x.shape[:2], (1, x.shape[1]))
+    if fits and runs_native(x):
         y: Tensor = _Rotated.apply(x, cos.float(), sin.float())  # type: ignore[no-untyped-call]
         return y
     return _plain(x, cos, sin)
-
-
-def _supports(x: Tensor, cos: Tensor) -> bool:
-    return (
-        x.dim() == 4
-        and cos.shape[:2] in (x.shape[:2], (1, x.shape[1]))
-        and type(x) is Tensor
-        and x.is_cpu
-        and x.dtype in TYPES
-        and prefers("native")
-        and native.available()
-        and not observed()
-    )
 
 
 def _plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
