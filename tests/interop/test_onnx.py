@@ -194,12 +194,13 @@ def test_the_manifest_says_what_the_graph_is(pair):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"attention": "rwkv4", "activation": "channel_mix"}, {"attention": "mamba"}]
+    ("attention", "activation", "length"),
+    [("rwkv4", "channel_mix", "any"), ("gated_linear", "gelu", "any"), ("mamba", "gelu", 1)],
 )
 @torch.no_grad()
-def test_some_scans_read_one_token_per_call(fields, tmp_path):
-    model = make(positions="none", **fields)
-    assert export(model, tmp_path).length == 1
+def test_how_many_tokens_a_call_reads(attention, activation, length, tmp_path):
+    model = make(attention, positions="none", activation=activation)
+    assert export(model, tmp_path).length == length
     assert_same_draws(model, load(tmp_path), [[1, 2, 3], [4]], seed=0)
 
 
@@ -383,8 +384,8 @@ def test_a_graph_is_compared_within_the_positions_of_the_model(max_length):
 @pytest.mark.parametrize(
     ("attention", "fields"),
     [
-        *((name, {}) for name in ("similarity", "rfa", "retention", "mamba2", "longformer")),
-        ("window", {"n_kv_heads": 2}),
+        *((name, {}) for name in ("similarity", "rfa", "retention", "mamba2", "longformer", "rwkv4")),
+        *((name, {"n_kv_heads": 2}) for name in ("window", "gated_linear")),
         ("linear", {"ff_chunk": 4}),
     ],
 )

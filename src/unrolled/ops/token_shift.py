@@ -14,6 +14,7 @@ from torch import Tensor
 from unrolled.ops import sequence
 from unrolled.ops.checks import check_state_tensor, check_tensor, wrong
 from unrolled.ops.mixtures import mixtures
+from unrolled.ops.node import any_length
 from unrolled.ops.precision import accumulation_dtype
 
 
@@ -78,4 +79,8 @@ def _token_before(
     check_state_tensor("last", last, sizes, dtype, x)
     if x.dim() == 2:
         return last.squeeze(1).to(x.dtype), x.unsqueeze(1).to(dtype)
-    return torch.cat([last.to(x.dtype), x[:, :-1]], 1), x[:, -1:].to(dtype, copy=True)
+    if any_length(x):  # a slice of T - 1 tokens would forbid T = 2
+        before = torch.cat([last.to(x.dtype), x], 1)[:, :-1]
+    else:
+        before = torch.cat([last.to(x.dtype), x[:, :-1]], 1)
+    return before, x[:, -1:].to(dtype, copy=True)

@@ -3,7 +3,8 @@
 import { Failure, fetchChecked, fetchJson, parseJson } from "./files.js";
 
 const ARRAYS = { float32: Float32Array, int64: BigInt64Array, bool: Uint8Array };
-const CHUNK = 256; // tokens of a prompt read at once: time and memory of a call are quadratic in them
+const CHUNK = 32; // tokens of a prompt read at once: time and memory of a call are quadratic in them
+const BETWEEN_PAUSES = 256; // tokens of a prompt after which the page may respond
 const FILLS = { Infinity: Infinity, "-Infinity": -Infinity, NaN: NaN };
 
 /** The builds of ONNX Runtime that can be used, the preferred one first; each is loaded when it is first needed. */
@@ -112,7 +113,7 @@ export class Engine extends Graph {
     let ms = 0;
     const stride = this.manifest.length === 1 ? 1 : CHUNK;
     for (let i = 0; i < ids.length; i += stride) {
-      if (i && i % CHUNK === 0) await new Promise((resolve) => setTimeout(resolve)); // let the page respond
+      if (i && i % BETWEEN_PAUSES === 0) await new Promise((resolve) => setTimeout(resolve));
       if (stopped()) return undefined;
       last = await this.call(ids.slice(i, i + stride), state);
       state = last.state;

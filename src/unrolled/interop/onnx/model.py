@@ -21,7 +21,7 @@ from unrolled.threads import MAX_THREADS
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
 
-PIECE = 64  # tokens of a prompt per call; the time and memory of a call are quadratic in them
+PIECE = 32  # tokens of a prompt per call; the time and memory of a call are quadratic in them
 State = tuple[Tensor, ...]
 
 

@@ -206,30 +206,41 @@ def translated(program: ExportedProgram, opset: int, inputs: list[str], outputs:
         raise UnsupportedError(f"opset is {opset}, but torch {torch.__version__} wrote {found.get('')}")
     if foreign := found.keys() - {"", "ai.onnx", "com.microsoft"}:
         raise UnsupportedError(f"the graph would need operators of {', '.join(sorted(foreign))}")
-    _split_weights(model)
+    _cut_weights(model)
     _remove_notes(model)
     return model
 
 
-def _split_weights(model: "ModelProto") -> None:
-    """Split weights once, not in every call. The quantiser, too, needs each matrix as a weight of its own."""
+def _cut_weights(model: "ModelProto") -> None:
+    """Split and transpose weights once, not in every call. The quantiser needs each matrix by itself."""
     import numpy as np
     from onnx.numpy_helper import from_array, to_array
 
     graph = model.graph
     weights = {x.name: x for x in graph.initializer}
-    splits = [x for x in graph.node if x.op_type == "Split" and len(x.input) == 2]
-    splits = [x for x in splits if {*x.input} <= weights.keys()]
-    for split in splits:
-        whole, sizes = (to_array(weights[name]) for name in split.input)
-        axis = next((x.i for x in split.attribute if x.name == "axis"), 0)
-        parts = np.split(whole, np.cumsum(sizes)[:-1], axis)
-        named = zip(parts, split.output, strict=True)
-        graph.initializer.extend(from_array(np.ascontiguousarray(part), name) for part, name in named)
-        graph.node.remove(split)
-    used = {name for x in graph.node for name in x.input}
-    for name in {name for x in splits for name in x.input} - used:
-        graph.initializer.remove(weights[name])
+    cut = []
+    for node in graph.node:  # every node comes after those that it reads
+        if node.op_type not in ("Split", "Transpose") or not {*node.input} <= weights.keys():
+            continue
+        whole, *sizes = (to_array(weights[name]) for name in node.input)
+        options = {x.name: x for x in node.attribute}
+        if node.op_type == "Transpose":
+            parts = [whole.transpose([*options["perm"].ints] if "perm" in options else None)]
+        elif sizes:
+            parts = np.split(whole, np.cumsum(*sizes)[:-1], options["axis"].i if "axis" in options else 0)
+        else:
+            continue
+        for part, name in zip(parts, node.output, strict=True):
+            weights[name] = from_array(np.ascontiguousarray(part), name)
+        cut.append(node)
+    for node in cut:
+        graph.node.remove(node)
+    used = {name for x in graph.node for name in x.input} | {x.name for x in graph.output}
+    kept = [x for name, x in weights.items() if name in used]
+    for i in reversed(range(len(graph.initializer))):
+        if graph.initializer[i].name not in used:
+            del graph.initializer[i]
+    graph.initializer.extend(kept[len(graph.initializer) :])  # those that were made here come last
 
 
 def _remove_notes(model: "ModelProto") -> None:
