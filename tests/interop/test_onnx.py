@@ -194,12 +194,16 @@ def test_the_manifest_says_what_the_graph_is(pair):
 
 
 @pytest.mark.parametrize(
-    ("attention", "activation", "length"),
-    [("rwkv4", "channel_mix", "any"), ("gated_linear", "gelu", "any"), ("mamba", "gelu", 1)],
+    ("attention", "fields", "length"),
+    [
+        ("rwkv4", {"activation": "channel_mix"}, "any"),
+        ("mamba", {}, 1),
+        ("aft", {"attention_options": {"aft": {"position_bias": "simple"}}}, 1),
+    ],
 )
 @torch.no_grad()
-def test_how_many_tokens_a_call_reads(attention, activation, length, tmp_path):
-    model = make(attention, positions="none", activation=activation)
+def test_how_many_tokens_a_call_reads(attention, fields, length, tmp_path):
+    model = make(attention, positions="none", **fields)
     assert export(model, tmp_path).length == length
     assert_same_draws(model, load(tmp_path), [[1, 2, 3], [4]], seed=0)
 
@@ -385,7 +389,7 @@ def test_a_graph_is_compared_within_the_positions_of_the_model(max_length):
     ("attention", "fields"),
     [
         *((name, {}) for name in ("similarity", "rfa", "retention", "mamba2", "longformer", "rwkv4")),
-        *((name, {"n_kv_heads": 2}) for name in ("window", "gated_linear")),
+        ("window", {"n_kv_heads": 2}),
         ("linear", {"ff_chunk": 4}),
     ],
 )

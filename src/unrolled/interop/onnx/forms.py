@@ -9,7 +9,6 @@ passed from one to the next.
     S' = exp(b_T) S + (exp(b_T - b) K)^T V        z' = exp(b_T) z + (exp(b_T - b) K)^T 1
 
 with b the cumulative sum of the log gates, and D_ij = exp(b_i - b_j) for i >= j; without gates, b = 0.
-With a gate for every feature, D is inside of the product of a query and a key.
 Bidirectional attention, in models that read a whole sequence at once, has no state:
 o = Q (K^T V) / Q (K^T 1).
 """
@@ -26,7 +25,6 @@ from unrolled.contract import UnsupportedError
 from unrolled.ops.conv import operator as _conv
 from unrolled.ops.conv import plain
 from unrolled.ops.feature_maps.elementwise import ELEMENTWISE
-from unrolled.ops.gla import operator as _gla
 from unrolled.ops.linear import operator as _linear
 from unrolled.ops.linear.chunked import LOWEST_GATE
 from unrolled.ops.window import operator as _window
@@ -62,7 +60,6 @@ def portable() -> Forms:
     """Return the forms in standard operations, by the function or operator that each replaces."""
     return {
         _linear._operator: _of_a_call(linear_attention),
-        _gla._operator: diagonal_linear_attention,
         _window._operator: window_attention,
         _conv._operator: causal_conv,
         torch.ops.unrolled.wkv.default: wkv,
@@ -183,25 +180,6 @@ def fused_linear_attention(call: LinearCall) -> LinearResult:
     return o.contiguous(), kv.contiguous(), k_sum.contiguous(), den.contiguous()
 
 
-def diagonal_linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Compute `unrolled::diagonal_linear_attention`, with the decay between all pairs of tokens."""
-    if cu_seqlens is not None:
-        raise UnsupportedError(PACKS)
-    share = q.shape[2] // k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B,H,T,R], [B,G,T,R], [B,G,T,M]
-    b = log_decay.clamp(min=LOWEST_GATE).transpose(1, 2).cumsum(2)  # [B,G,T,R]
-    to_end, through = (b[:, :, -1:] - b).exp(), b[:, :, -1:].mT.exp()
-    after = through * state + (k * to_end).mT @ v
-    b, k, v, state = (_per_query_head(x, share) for x in (b, k, v, state))
-    behind = torch.ones_like((q @ k.mT)[:1, :1]).tril() == 0
-    decays = (b.unsqueeze(3) - b.unsqueeze(2)).masked_fill(behind.unsqueeze(-1), -math.inf).exp()
-    weights = (q.unsqueeze(3) * k.unsqueeze(2) * decays).sum(-1)
-    o = weights @ v + (q * b.exp()) @ state
-    return o.transpose(1, 2).contiguous(), after
-
-
 def window_attention(
     q: Tensor,
     k: Tensor,
@@ -256,7 +234,7 @@ def wkv(
 ) -> tuple[Tensor, Tensor]:
     """Compute the operator `unrolled::wkv` from a state, with the weights of all pairs of tokens."""
     if key_padding_mask is not None or cu_seqlens is not None or state is None:
-        raise UnsupportedError("wkv in a graph starts from a state, and has neither padding nor packs")
+        raise NotImplementedError("this form of wkv starts from a state, and has neither padding nor packs")
     num, den, top = state.unsqueeze(1).unbind(2)  # [B,1,C]
     d = log_decay.clamp(min=FASTEST)
     # The sums before the token after the last are the next state.
