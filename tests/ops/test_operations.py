@@ -183,7 +183,7 @@ def test_compiles_and_exports_as_one_graph(form):
         ({"v": torch.rand(2, 4, 2, 6)}, r"v has shape \[2, 4, 2, 6\], but must be \[2, 5, 2, M\] for k"),
         ({"key_padding_mask": torch.zeros(2, 5)}, "key_padding_mask has dtype torch.float32, but must be torch.bool"),
         ({"key_padding_mask": torch.zeros(5).bool()}, r"key_padding_mask has shape \[5\], but must be \[2, 5\]"),
-        ({"cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)}, "packs sequences into one row"),
+        ({"cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)}, "packs sequences into one row, but there are 2"),
         ({"cu_seqlens": torch.tensor([0, 5])}, r"cu_seqlens is torch.int64 .* must be torch.int32 \[N\+1\]"),
     ],
 )  # fmt: skip
@@ -191,6 +191,12 @@ def test_wrong_input_gets_one_clear_sentence(form, changes, message):
     qkv = {"q": torch.rand(2, 5, 4, 3), "k": torch.rand(2, 5, 2, 3), "v": torch.rand(2, 5, 2, 6)}
     with pytest.raises(ValueError, match=message):
         form(**qkv | changes)
+
+
+def test_packs_have_as_many_queries_as_keys():
+    q, k = torch.rand(1, 4, 2, 3), torch.rand(1, 5, 2, 3)
+    with pytest.raises(ValueError, match="as many queries as keys, but there are 4 and 5"):
+        linear_attention(q, k, k, cu_seqlens=torch.tensor([0, 5], dtype=torch.int32))
 
 
 @every_form

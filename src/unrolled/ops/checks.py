@@ -163,9 +163,12 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
         raise ValueError(f"cu_seqlens is a {type(cu_seqlens).__name__}, but must be a tensor of int32")
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise wrong("cu_seqlens", cu_seqlens, "torch.int32 [N+1]")
-    if q.shape[0] != 1 or q.shape[1] != k.shape[1]:
+    if q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens packs sequences into one row, but there are {q.shape[0]}")
+    if q.shape[1] != k.shape[1]:
         raise ValueError(
-            f"cu_seqlens packs sequences into one row with T = S, but q has shape {shape(q)} and k {shape(k)}"
+            "cu_seqlens packs sequences of as many queries as keys, but there are "
+            f"{q.shape[1]} and {k.shape[1]}"
         )
     if cu_seqlens.device != q.device:
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, but must be on {q.device} like the tokens")
@@ -182,8 +185,6 @@ def check_padding_or_pack(key_padding_mask: Tensor | None, cu_seqlens: Tensor | 
             )
         check_key_padding_mask(key_padding_mask, *x.shape[:2])
     if cu_seqlens is not None:
-        if x.shape[0] != 1:
-            raise ValueError(f"cu_seqlens packs sequences into one row, but there are {x.shape[0]}")
         check_cu_seqlens(cu_seqlens, x, x)
 
 
