@@ -58,6 +58,7 @@ def update() -> None:
     hybrid = {
         "attention": ["linear", "window"] * 2,
         "attention_options": {"linear": {"conv": 4, "rotary": False}, "window": {"window": 32}},
+        "activation": "gelu",
     }
     settings = {**recipe["model"], **hybrid}
     model = Decoder(DecoderConfig(vocab_size=65, **settings)).train()
