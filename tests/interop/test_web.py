@@ -386,7 +386,7 @@ def test_the_demo_trains_digits_and_reports_missing_text(runtime, tmp_path, monk
     result = works(
         "demo", "--web", "--train", "--no-serve", "--steps", 10, "--out", out, "--runtime", runtime
     )
-    assert "the page will have no text-linear model" in result.output
+    assert "the page will have no text-rwkv4 model" in result.output
     assert written["out"] == out / "page"
     assert written["runtime"] == runtime
     trained = {name: Decoder.load(run).config.attention for name, run in written["runs"].items()}

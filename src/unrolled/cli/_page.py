@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 ADDRESS = "127.0.0.1"
 SAMPLING = {"temperature": 0.8}  # at 1, models this small ramble
 TEXT, SOFTMAX = "data.name=text", "model.attention=softmax"
-# Linear attention with a convolution in place of the recipe's Mamba-2.
-LINEAR = [
-    "model.attention=[linear, window, linear, window]",
-    "model.attention_options.linear={conv: 4, rotary: false}",
-]
 
 
 def write_page(runs: Sequence[Path], out: Path, *, force: bool, **options: Any) -> None:
@@ -99,8 +94,8 @@ def demo_page(
     models = {
         "digits-linear": [*digits, *budget],
         "digits-softmax": ["data.name=digits", SOFTMAX, *budget],
-        "text-linear": [TEXT, *LINEAR, *budget],
-        "text-softmax": [TEXT, SOFTMAX, *budget],
+        "text-rwkv4": [TEXT, *budget],
+        "text-softmax": [TEXT, SOFTMAX, "model.activation=gelu", *budget],
     }
     runs = {}
     for name, settings in models.items():

@@ -77,8 +77,8 @@ def demo(
     """Train on handwritten digits, generate new ones as an RNN, and measure the cost per token.
 
     This takes a few minutes. With --web, a web page runs the two models that come with the library, one of
-    digits and one of Shakespeare; nothing is trained. With --web --train, linear and softmax models of both
-    are trained first, and the page compares them.
+    digits and one of Shakespeare; nothing is trained. With --web --train, recurrent and softmax models of
+    both are trained first, and the page compares them.
 
     Ctrl-C stops the command at any time; to resume the training, repeat the command.
 
