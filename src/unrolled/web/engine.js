@@ -3,7 +3,8 @@
 import { Failure, fetchChecked, fetchJson, parseJson } from "./files.js";
 
 const ARRAYS = { float32: Float32Array, int64: BigInt64Array, bool: Uint8Array };
-const CHUNK = 32; // tokens of a prompt read at once: time and memory of a call are quadratic in them
+// Tokens of a prompt read at once. Time and memory of a call are quadratic in them, but calls of WebGPU begin slowly.
+const CHUNK = { wasm: 32, webgpu: 256 };
 const BETWEEN_PAUSES = 256; // tokens of a prompt after which the page may respond
 const FILLS = { Infinity: Infinity, "-Infinity": -Infinity, NaN: NaN };
 
@@ -111,7 +112,7 @@ export class Engine extends Graph {
   async read(ids, state, stopped) {
     let last;
     let ms = 0;
-    const stride = this.manifest.length === 1 ? 1 : CHUNK;
+    const stride = this.manifest.length === 1 ? 1 : CHUNK[this.provider];
     for (let i = 0; i < ids.length; i += stride) {
       if (i && i % BETWEEN_PAUSES === 0) await new Promise((resolve) => setTimeout(resolve));
       if (stopped()) return undefined;
