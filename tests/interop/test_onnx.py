@@ -229,6 +229,15 @@ def test_matrices_that_are_applied_in_parts_are_quantised(tmp_path):
     assert max(math.prod(x.dims) for x in weights if x.data_type == onnx.TensorProto.FLOAT) < 16 * 16
 
 
+@pytest.mark.slow
+def test_a_tied_embedding_stays_one_weight(tmp_path):
+    config = DecoderConfig(3000, d_model=512, n_layers=1, n_heads=4, positions="none", tie_embeddings=True)
+    model = Decoder(config).eval()
+    export(model, tmp_path)
+    numbers = sum(x.numel() for x in model.parameters())
+    assert (tmp_path / "plain.onnx").stat().st_size < 4 * numbers + 100_000
+
+
 @pytest.mark.parametrize("pair", ["linear"], indirect=True)
 @torch.no_grad()
 def test_probes_are_the_features_of_the_queries(pair):

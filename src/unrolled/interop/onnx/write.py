@@ -1,6 +1,7 @@
 """Write a model as ONNX graphs, traced once for any batch and length, and compared with the model."""
 
 import re
+from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -212,15 +213,21 @@ def translated(program: ExportedProgram, opset: int, inputs: list[str], outputs:
 
 
 def _cut_weights(model: "ModelProto") -> None:
-    """Split and transpose weights once, not in every call. The quantiser needs each matrix by itself."""
+    """Split and transpose weights once, not in every call. The quantiser needs each matrix by itself.
+
+    A transposed weight that is also read as it is, such as a tied embedding, stays one weight.
+    """
     import numpy as np
     from onnx.numpy_helper import from_array, to_array
 
     graph = model.graph
     weights = {x.name: x for x in graph.initializer}
+    readers = Counter(name for x in graph.node for name in x.input)
     cut = []
     for node in graph.node:  # every node comes after those that it reads
         if node.op_type not in ("Split", "Transpose") or not {*node.input} <= weights.keys():
+            continue
+        if node.op_type == "Transpose" and readers[node.input[0]] > 1:
             continue
         whole, *sizes = (to_array(weights[name]) for name in node.input)
         options = {x.name: x for x in node.attribute}
