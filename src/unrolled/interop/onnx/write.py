@@ -222,6 +222,7 @@ def _cut_weights(model: "ModelProto") -> None:
 
     graph = model.graph
     weights = {x.name: x for x in graph.initializer}
+    given = set(weights)
     readers = Counter(name for x in graph.node for name in x.input)
     cut = []
     for node in graph.node:  # every node comes after those that it reads
@@ -234,7 +235,7 @@ def _cut_weights(model: "ModelProto") -> None:
         if node.op_type == "Transpose":
             parts = [whole.transpose([*options["perm"].ints] if "perm" in options else None)]
         elif sizes:
-            parts = np.split(whole, np.cumsum(*sizes)[:-1], options["axis"].i if "axis" in options else 0)
+            parts = np.split(whole, np.cumsum(sizes[0])[:-1], options["axis"].i if "axis" in options else 0)
         else:
             continue
         for part, name in zip(parts, node.output, strict=True):
@@ -243,11 +244,10 @@ def _cut_weights(model: "ModelProto") -> None:
     for node in cut:
         graph.node.remove(node)
     used = {name for x in graph.node for name in x.input} | {x.name for x in graph.output}
-    kept = [x for name, x in weights.items() if name in used]
+    graph.initializer.extend(weights[name] for name in weights if name in used and name not in given)
     for i in reversed(range(len(graph.initializer))):
         if graph.initializer[i].name not in used:
             del graph.initializer[i]
-    graph.initializer.extend(kept[len(graph.initializer) :])  # those that were made here come last
 
 
 def _remove_notes(model: "ModelProto") -> None:
